@@ -218,14 +218,22 @@ def test_a_rank_that_hangs_by_its_own_account_is_killed_and_the_others_go_on(run
 
 
 _TRAINS = """
-import os, sys, time
+import os, sys, threading, time
 from pathlib import Path
+has_started = threading.Event()
+
+def print_while_starting():
+    while not has_started.wait(1):
+        print("starting", flush=True)
+
+threading.Thread(target=print_while_starting, daemon=True).start()
 import torch
 import horovod.torch as hvd
 folder = Path(__file__).parent
 
 @hvd.elastic.run
 def train(state):
+    has_started.set()
     print(f"rank {hvd.rank()} of {hvd.size()} pid {os.getpid()} port {os.environ['MASTER_PORT']}", flush=True)
     while not state.is_stopped:
         if (file := folder / f"hang-{hvd.rank()}").exists():
@@ -251,7 +259,7 @@ def trains(tmp_path) -> list[str]:
 
 def test_with_a_hang_timeout_the_verdict_names_the_rank_and_the_others_go_on(run, trains, tmp_path):
     logs = tmp_path / "logs"
-    job = run.start("--min-np", "1", "-np", "3", "--hang-timeout", "20", "--output-filename", str(logs), *trains)
+    job = run.start("--min-np", "1", "-np", "3", "--hang-timeout", "10", "--output-filename", str(logs), *trains)
     job.says("of 3 pid", 3, timeout_s=90)
     hung = pid_of(job, 1)
     (tmp_path / "hang-1").touch()
@@ -259,23 +267,15 @@ def test_with_a_hang_timeout_the_verdict_names_the_rank_and_the_others_go_on(run
     where = r"rank 1 \(localhost\): in \S+/trains\.py:\d+ \(train\), asleep"
     verdict = rf"generation 1 hangs\. {where}; the other 2 ranks wait for it in allreduce of gradient\."
     assert re.search(verdict, job.err), job.story()
-    assert re.search(r"a collective has not finished for \d+ s: the ranks leave generation 1", job.err), job.story()
+    # The driver's own watch, or the report of a rank that waits: whichever looks first.
+    what = r"(a collective has not finished|no rank has printed anything or made progress \(--hang-timeout\))"
+    assert re.search(rf"{what} for \d+ s: the ranks leave generation 1", job.err), job.story()
     job.says(f"rank 1 on localhost (pid {hung}) ended with signal SIGKILL; 2 rank(s) continue.", timeout_s=60)
     job.says("generation 2: 2 ranks on localhost:2; before: 3.", timeout_s=60)
     job.says("generation 2 trains", timeout_s=60)
     assert "in train" in (logs / "rank.1" / "stacks").read_text()
     (tmp_path / "end").touch()
     assert job.wait() == 0, job.story()
-
-
-def test_a_job_that_cannot_continue_without_the_rank_that_hangs_ends_with_134(run, trains, tmp_path):
-    options = ("--min-np", "2", "--elastic-timeout", "1", "--hang-timeout", "20")
-    job = run.start(*options, "-np", "2", *trains)
-    job.says("of 2 pid", 2, timeout_s=90)
-    (tmp_path / "hang-1").touch()
-    assert job.wait(120) == 134, job.story()
-    # The verdict is shown when it is found, and as the reason at the end.
-    assert len(re.findall(r"^megaclass: generation 1 hangs\. rank 1 \(localhost\)", job.err, re.MULTILINE)) == 2
 
 
 def test_a_chosen_port_is_that_of_every_generation(run, trains, tmp_path):

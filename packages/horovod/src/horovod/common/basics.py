@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -93,7 +92,8 @@ class _Basics:
             # Every generation has a store of its own. The old one is closed before the driver is told that this rank is ready:
             # with --master-port the next one listens at the same port. Frames of errors form cycles that may hold it.
             self._rendezvous = Rendezvous()
-            gc.collect()
+            if worker.here is not None:
+                gc.collect()
             worker.rendezvous(self.why_joining)
             own = OwnConnections()
             worker.when_broken(partial(_joined, own))
@@ -101,8 +101,8 @@ class _Basics:
                 job = self._start_once(ranks, wanted)
             except (UserError, RuntimeError) as error:
                 # Most likely another member is gone, and the driver forms a generation without it.
-                failure, self.why_joining = error, Why.FAILED
-                traceback.clear_frames(error.__traceback__)
+                # Without its frames, which hold the store.
+                failure, self.why_joining = error.with_traceback(None), Why.FAILED
                 worker.failed(str(error))
                 own.end()
             else:
