@@ -16,7 +16,7 @@ one thread, in `JobRun.run`; only the Screen and the Discovery have threads of t
 
     event                              decision                                       orders
     a message of an agent              messages.py:on_message                         Tell, Open, Close, StopListening:
-    an agent ended, fell silent, lied  job_end.py                                     `_carry_out`
+    an agent is lost                   job_end.py                                     `_carry_out`
     a signal, time                     job_end.py, hang_watch.py
     after every event                  start.py:start_together, generations.py:advance
 """
