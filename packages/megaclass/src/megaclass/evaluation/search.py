@@ -132,7 +132,7 @@ def search_shard(
     log_sums_P = None if scale is None else torch.full((num_probes,), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
     for here, first, block_PB in score_blocks(probes_PD, gallery, device, probe_keys_P, max_block_bytes):
-        if log_sums_P is not None:
+        if log_sums_P is not None and scale is not None:
             log_sums_P[here] = torch.logaddexp(log_sums_P[here], torch.logsumexp(scale * block_PB, dim=1))
         if labels_P is not None and gallery.labels_N is not None:
             labels_B = torch.as_tensor(gallery.labels_N[first : first + block_PB.shape[1]], device=device)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaclass.data.decode import Fit
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import Centres
+from megaclass.evaluation.centres import ModelCentres
 from megaclass.evaluation.embed import OnProgress, embed_part
 from megaclass.evaluation.examples import DAMAGED, Examples, Judged, examples_of, images_of, packed, unpacked
 from megaclass.evaluation.images import SourceImages
@@ -36,7 +36,7 @@ _MAX_MULTIPLICATIONS = 10**11
 def examine_training_images(
     network: nn.Module,
     source: ImageSource,
-    centres: Centres,
+    centres: ModelCentres,
     *,
     image_size: ImageSize,
     fit: Fit,

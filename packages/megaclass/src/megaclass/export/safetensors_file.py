@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megaclass.checkpoint.tensor_file import read_tensors
 from megaclass.errors import CheckpointError, ExportError
-from megaclass.evaluation.centres import Centres, read_exported_centres, read_run_centres
+from megaclass.evaluation.centres import ModelCentres, read_exported_centres, read_run_centres
 from megaclass.export.check import Exporter, ExportJob, require_same_when_opened
 from megaclass_launch.files import published_file
 
@@ -104,7 +104,7 @@ class CentresByName(Mapping[str, Tensor]):
         return len(self._places)
 
 
-def save_centres(path: Path, centres: Centres, *, metadata: Mapping[str, str]) -> None:
+def save_centres(path: Path, centres: ModelCentres, *, metadata: Mapping[str, str]) -> None:
     """Writes the centres; they are read back and compared before the file appears at `path`."""
     from safetensors.torch import save_file
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megaclass.data.decode import Fit
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import CheckpointError, DataError
-from megaclass.evaluation.centres import CENTRES_FILE, Centres, ClassShard, read_exported_centres, read_run_centres
+from megaclass.evaluation.centres import CENTRES_FILE, ClassShard, ModelCentres, read_exported_centres, read_run_centres
 from megaclass.evaluation.embed import OnBad, embed_part
 from megaclass.evaluation.images import GivenImages, Images
 from megaclass.evaluation.protocols.classification import no_centres
@@ -284,7 +284,7 @@ class LoadedModel:
         return points_of_results(read_results(self.run))
 
     @functools.cached_property
-    def centres(self) -> Centres:
+    def centres(self) -> ModelCentres:
         """The class centres: of the run's checkpoint, or of the centres.safetensors next to an exported model."""
         file = self.path.parent / CENTRES_FILE
         if file.is_file() and not self.path.is_dir():
@@ -302,7 +302,10 @@ class LoadedModel:
         return found
 
     def class_shard(self, training_data: str | None = None) -> ClassShard:
-        """Returns the centres of this rank's classes. training_data: the path of the data, for the size of each class."""
+        """Returns the centres of this rank's classes.
+
+        training_data: the path of the data, for the number of images of each class.
+        """
         shard = self.centres.shard()
         if training_data is None:
             return shard
