@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_json, mutate_lines
 
-from megaclass.backbones.recognise import recognise
+from megaclass.backbones import recognise
 from megaclass.checkpoint.load import load_rank_state, load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import _digest, read_manifest
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot

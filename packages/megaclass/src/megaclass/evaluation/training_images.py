@@ -86,7 +86,7 @@ def _embedded_sample(
 
 
 def _compared(
-    indices_N: NDArray[np.int64], embeddings_ND: Tensor, labels_N: NDArray[np.int64], centres: Centres
+    indices_N: NDArray[np.int64], embeddings_ND: Tensor, labels_N: NDArray[np.int64], centres: ModelCentres
 ) -> Judged:
     """Compares the images with all centres, one block of centres at a time."""
     own, other, others = np.full(len(labels_N), -2.0), np.full(len(labels_N), -2.0), np.zeros(len(labels_N), np.int64)

@@ -25,7 +25,7 @@ from megaclass.evaluation.embed import OnBad, embed_part
 from megaclass.evaluation.images import GivenImages, Images
 from megaclass.evaluation.protocols.classification import no_centres
 from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
-from megaclass.image_size import ImageSize, compact_size, height_and_width
+from megaclass.image_size import ImageSize, compact_size, height_and_width, shown_size
 from megaclass.inference.image_index import Comparable, ImageIndex, ImageInput, index_of, listed_images
 from megaclass.inference.thresholds import Comparison, Threshold, choose_threshold, points_of_results
 
@@ -135,6 +135,10 @@ class LoadedModel:
     """Folder of the run, whose evaluation has the thresholds; None for a model file."""
     points: Mapping[str, Any] = field(default_factory=dict)
     """Thresholds by evaluation set, as config.json of an exported model states them."""
+
+    def __repr__(self) -> str:
+        size = shown_size(self.image_size)
+        return f"LoadedModel({self.name}: {self.backbone}, images of {size}, {self.embedding_dim} numbers, on {self.device})"
 
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Returns (B, D), not normalised, of (B, 3, H, W) images in [-1, 1]; gradients as torch's mode says."""

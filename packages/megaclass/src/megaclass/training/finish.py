@@ -170,7 +170,8 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
     folder = run.folder.path
     lines = [
         "",
-        f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
+        f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process"
+        f"{'es' if summary['world_size'] > 1 else ''}: "
         f"loss {summary['final_loss']:.3f}, {summary['images_per_second']:,.0f} images/s.",
     ]
     floor = f" (raw pixels {summary[_BASELINE]:.1%})" if _BASELINE in summary else ""
@@ -193,7 +194,8 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
         ("checkpoints/", "to continue with --resume"),
         ("config.toml", "every setting of this run"),
     ):
-        if (folder / name).exists():
+        is_empty = name == "evaluation.json" and all(result.error is not None for result in results)
+        if (folder / name).exists() and not is_empty:
             lines.append(f"  {name:18} {meaning}")
     lines += ["", *_next_steps(run, results)]
     print(wrapped("\n".join(lines), sys.stdout), flush=True)
@@ -205,7 +207,7 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
     if run.config.synth.identities:
         return [
             "Next: your own images, one subfolder per identity (or train.rec, train.idx, property):",
-            f"  megaclass train {folder / 'config.toml'} data.path=FOLDER synth.identities=0 train.run_dir=runs/own",
+            "  megaclass train FOLDER",
         ]
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]
