@@ -38,6 +38,7 @@ def model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage:
             "## Data",
             "",
             *_data_lines(summary),
+            *_class_lines(config),
             "",
             "## Numbers",
             "",
@@ -74,6 +75,12 @@ def _data_lines(summary: Mapping[str, Any]) -> list[str]:
     if "data_fingerprint" in summary:
         lines.append(f"- fingerprint {summary['data_fingerprint']}")
     return [*lines, f"- {summary['steps']:,} steps on {summary['world_size']} rank(s)"]
+
+
+def _class_lines(config: Mapping[str, Any]) -> list[str]:
+    if not config.get("num_classes"):
+        return []
+    return [f"- classifies {config['num_classes']:,} classes: names and centres in centres.safetensors, if it is here"]
 
 
 def _number_lines(results: list[SetResult]) -> list[str]:
