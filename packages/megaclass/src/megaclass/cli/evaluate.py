@@ -50,7 +50,7 @@ def add_evaluate_commands(commands: "Commands") -> None:
     evaluate.add_argument(
         "--gallery",
         type=Path,
-        help="for --probes or --queries: a folder of identities, a list .txt of paths and identities, or embeddings .npy",
+        help="what is searched: a folder of identities, a list .txt, or embeddings .npy",
     )
     evaluate.add_argument(
         "--probes", type=Path, help="people to search for: a folder of identities, or embeddings .npy"
