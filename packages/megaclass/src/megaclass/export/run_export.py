@@ -48,7 +48,8 @@ def export_model(
     centres: instead of those of the model.
     An earlier export of the same form at `out` is replaced; a folder that holds anything else is refused.
     """
-    exporter: Exporter = importlib.import_module(EXPORTERS[form]).EXPORTER
+    module, _, name = EXPORTERS[form].partition(":")
+    exporter: Exporter = getattr(importlib.import_module(module), name or "EXPORTER")
     _require_own_folder(out, form, exporter)
     model = load(path, device="cpu", backbone=backbone)
     if model.backbone == "onnx":

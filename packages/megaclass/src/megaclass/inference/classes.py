@@ -71,8 +71,9 @@ def classify(
         raise DataError(f"Cannot name {top} classes per image: top must be at least 1.")
     shard, names, facts = model.all_classes, model.class_names, model.class_facts
     threshold = None if reject is None else _threshold(facts, reject, model.name)
-    temperature = facts.get("temperature")
-    scale = 1 / temperature if is_number(temperature) and temperature > 0 else None
+    stated = facts.get("temperature")
+    temperature = float(stated) if stated is not None and is_number(stated) else 0.0
+    scale = 1 / temperature if temperature > 0 else None
     rows = torch.as_tensor(rows_ND, device=model.device)
     with _lock:
         found = search_shard(rows, shard.shard, min(top, len(names)), model.device, scale=scale)
