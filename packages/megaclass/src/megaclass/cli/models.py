@@ -29,7 +29,7 @@ def add_model_commands(commands: Commands) -> None:
         "--reject",
         type=float,
         metavar="SHARE",
-        help='say "unknown" if the closest class is too far; at most this share of the images of unknown classes gets a name then',
+        help='say "unknown" if the closest class is too far; at most this share of unknown images gets a name then',
     )
     classify.add_argument("--json", action="store_true", help="print JSON, one object per image")
     _add_loading(classify)

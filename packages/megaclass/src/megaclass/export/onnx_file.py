@@ -193,6 +193,8 @@ print([names[number] for number in classes[0]], cosines[0])
 class _Classifier(nn.Module):
     """A backbone followed by the comparison with all class centres."""
 
+    centres_DR: torch.Tensor
+
     def __init__(self, backbone: nn.Module, centres: ModelCentres) -> None:
         super().__init__()
         self.backbone, self.rows_per_class = backbone, centres.rows_per_class
