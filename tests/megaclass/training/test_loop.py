@@ -21,7 +21,7 @@ from megaclass.training.between_steps import evaluate_model
 from megaclass.training.finish import finish_run
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.errors import UserError
 from megaclass_launch.world import World
 
@@ -61,7 +61,7 @@ def this_world():
 
 
 def context_of(config, held):
-    return RankContext(config=config, world=this_world(), mode=StartMode(), held=held)
+    return RankContext(config=config, world=this_world(), mode=StartMode(), lock=FolderLock(held))
 
 
 def _train(values):
@@ -129,6 +129,16 @@ def test_an_image_that_cannot_be_read_or_a_damaged_evaluation_costs_neither_summ
     assert (tmp_path / "report.html").is_file()
     # Six classes; of the first the image that is gone is left out.
     assert [len(row) for row in read_faces(tmp_path)] == [7, 8, 8, 8, 8, 8]
+
+
+def test_a_run_without_evaluation_sets_has_no_file_of_their_numbers(run_ranks, data, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
+    for folder in data.glob("person-*"):
+        (images / folder.name).symlink_to(folder)
+    run_ranks(1, _finish, settings(images, tmp_path / "run", epochs=1.0), [])
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert not (tmp_path / "run" / "evaluation.json").exists()
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(run_ranks, data, tmp_path):

@@ -29,14 +29,12 @@ def add_data_commands(commands: "Commands") -> None:
 
     look = _command(below, "inspect", _inspect, "print counts, sizes, the range of labels and images per class")
     look.add_argument("path", help=_DATA)
-    look.add_argument("--png", type=Path, metavar="FOLDER", help="write histogram.png and first-images.png there")
+    look.add_argument("--png", type=Path, metavar="FOLDER", help="write first-images.png there")
 
     check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
     check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
     check.add_argument("--repair", type=Path, metavar="OUT", help="write a copy of the readable images to this folder")
-    check.add_argument(
-        "--threads", type=int, default=num_cores(), help="number of decoding threads (default: one per core)"
-    )
+    _add_threads(check, "decode")
     check.add_argument(
         "--show", type=int, default=20, help="number of bad images to print (default: 20); --json prints all"
     )
@@ -76,9 +74,7 @@ def add_data_commands(commands: "Commands") -> None:
         below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
     )
     bench.add_argument("path", help=_DATA)
-    bench.add_argument(
-        "--threads", type=int, default=num_cores(), help="number of reader threads (default: one per core)"
-    )
+    _add_threads(bench, "read")
     bench.add_argument("--batch", type=int, default=256, help="images per batch (default: 256)")
     bench.add_argument("--seconds", type=float, default=2.0, help="seconds per stage (default: 2)")
     bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (default: cpu)")
@@ -98,9 +94,7 @@ def _add_split(below: "Commands") -> None:
     split.add_argument(
         "--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (default: 6000)"
     )
-    split.add_argument(
-        "--threads", type=int, default=num_cores(), help="number of reader threads (default: one per core)"
-    )
+    _add_threads(split, "read")
 
 
 def _add_glyphs(below: "Commands") -> None:
@@ -142,13 +136,8 @@ def _add_pack(below: "Commands") -> None:
         below, "pack", _pack, "convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards"
     )
     pack.add_argument("path", help=_DATA)
-    pack.add_argument("--out", type=Path, required=True, help="folder to write; an interrupted run is resumed")
-    pack.add_argument(
-        "--format",
-        choices=["rec", "tar"],
-        default="rec",
-        help="output format (default: rec)",
-    )
+    pack.add_argument("--out", type=Path, required=True, help="folder to write")
+    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="output format (default: rec)")
     pack.add_argument(
         "--labels",
         choices=["auto", "float", "id2"],
@@ -170,12 +159,12 @@ def _add_pack(below: "Commands") -> None:
         help="with --size: add black borders, cut off edges, or stretch (default: squash)",
     )
     pack.add_argument("--shard-images", type=int, default=10_000, help="images per tar shard (default: 10000)")
-    pack.add_argument(
-        "--threads",
-        type=int,
-        default=num_cores(),
-        help="number of threads that read and encode (default: one per core)",
-    )
+    _add_threads(pack, "read and encode")
+
+
+def _add_threads(parser: argparse.ArgumentParser, do: str) -> None:
+    meaning = f"number of threads that {do} (default: one per core)"
+    parser.add_argument("--threads", type=int, default=num_cores(), help=meaning)
 
 
 def _command(
@@ -248,9 +237,12 @@ def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
     source = open_source(options.path)
     with _progress("unpacking") as on_progress:
-        unpack(source, options.out, class_names=format_of(options.path).class_names(), on_progress=on_progress)
-    text = f"{options.out}: {source.num_images:,} images of {source.num_classes:,} classes"
-    return 0, {"out": str(options.out), "images": source.num_images, "classes": source.num_classes}, text
+        names = format_of(options.path).class_names()
+        num_bad = unpack(source, options.out, class_names=names, on_progress=on_progress)
+    num_images = source.num_images - num_bad
+    text = f"{options.out}: {num_images:,} images of {source.num_classes:,} classes"
+    text += f"; {num_bad:,} that cannot be decoded were left out" if num_bad else ""
+    return 0, {"out": str(options.out), "images": num_images, "classes": source.num_classes, "bad": num_bad}, text
 
 
 def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -283,8 +275,8 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
     with _progress("packing images") as on_progress:
         packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
     text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
-    if packed.num_resumed:
-        text += f"; resumed after {packed.num_resumed:,} images"
+    if packed.num_bad:
+        text += f"; {packed.num_bad:,} that cannot be decoded were left out"
     if packed.labels_in_id2:
         text += "; labels are stored as 64-bit numbers in id2, as the second line of property states (labels=id2)"
     if packed.num_other_size:
@@ -295,7 +287,7 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
 
 
 def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.inspect import inspect_source, write_first_images, write_histogram
+    from megaclass.data.tools.inspect import inspect_source, write_first_images
 
     source = _open(options.path)
     with _progress("inspecting images") as on_progress:
@@ -304,11 +296,10 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.png is not None:
         try:
             options.png.mkdir(parents=True, exist_ok=True)
-            write_histogram(options.png / "histogram.png", found)
             write_first_images(options.png / "first-images.png", source)
         except OSError as error:
             raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
-        text += f"\n\n{options.png / 'histogram.png'}, {options.png / 'first-images.png'}"
+        text += f"\n\n{options.png / 'first-images.png'}"
     return 0, found.to_json(), text
 
 
@@ -369,6 +360,7 @@ def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         if made.num_pairs
         else "No pairs: too few images were held out.",
     ]
+    lines += [f"{made.num_bad:,} images that cannot be decoded were left out."] if made.num_bad else []
     return 0, {"out": str(options.out), "by": by, **made.__dict__}, "\n".join(lines)
 
 
@@ -406,7 +398,7 @@ def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     import torch
 
-    from megaclass.bench.data import bench_stages
+    from megaclass.data.tools.bench import bench_stages
 
     source = _open(options.path)
     with _progress("measuring") as on_progress:

@@ -18,13 +18,14 @@ from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.evaluation.centres import read_run_centres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.baselines import score_pixels
-from megaclass.evaluation.protocols.centre_health import CentreHealth, read_run_centres
+from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.pairs import result_of_pairs
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
 from megaclass.evaluation.report.page import write_report
-from megaclass.evaluation.results import write_results
+from megaclass.evaluation.results import NUMBERS_FILE, write_results
 from megaclass.evaluation.training_images import examine_training_images, write_training_images
 from megaclass.evaluation.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
@@ -94,7 +95,9 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
     run.folder.write_summary(summary)
     with _optional(f"The report, which megaclass report {folder} can make later,"):
         # Under the same key as `megaclass evaluate` on this run, so sets evaluated later are added to these.
-        write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
+        # Without a set there is nothing to write, except over numbers of earlier weights.
+        if results or (folder / NUMBERS_FILE).exists():
+            write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
         write_faces(folder, _sample_faces(source))
         cpu = torch.device("cpu")
         with bar_on_demand("comparing the class centres for the report") as on_progress:
@@ -167,7 +170,8 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
     folder = run.folder.path
     lines = [
         "",
-        f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
+        f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process"
+        f"{'es' if summary['world_size'] > 1 else ''}: "
         f"loss {summary['final_loss']:.3f}, {summary['images_per_second']:,.0f} images/s.",
     ]
     floor = f" (raw pixels {summary[_BASELINE]:.1%})" if _BASELINE in summary else ""
@@ -188,7 +192,8 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
         ("checkpoints/", "to continue with --resume"),
         ("config.toml", "every setting of this run"),
     ):
-        if (folder / name).exists():
+        is_empty = name == "evaluation.json" and all(result.error is not None for result in results)
+        if (folder / name).exists() and not is_empty:
             lines.append(f"  {name:18} {meaning}")
     lines += ["", *_next_steps(run, results)]
     print(wrapped("\n".join(lines), sys.stdout), flush=True)
@@ -200,7 +205,7 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
     if run.config.synth.identities:
         return [
             "Next: your own images, one subfolder per identity (or train.rec, train.idx, property):",
-            f"  megaclass train {folder / 'config.toml'} data.path=FOLDER synth.identities=0 train.run_dir=runs/own",
+            "  megaclass train FOLDER",
         ]
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]

@@ -108,7 +108,6 @@ class IdentificationProtocol(EvaluationProtocol):
             num_in_gallery=num_in_gallery,
             device=evaluator.device,
             group=evaluator.group,
-            with_faiss=evaluator.with_faiss,
         )
         return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers.to_json())
 
@@ -124,6 +123,12 @@ class IdentificationProtocol(EvaluationProtocol):
             f"{numbers['num_gallery']:,} in the gallery; {numbers['num_mated']:,} probes have a mate there, "
             f"{numbers['num_unmated']:,} have none."
         )
+
+    def meaning(self, numbers: Numbers) -> str:
+        share = self.quoted(numbers)
+        if share is None:
+            return ""
+        return f"Searched for among {numbers['num_gallery']:,} others, the right identity comes first in {share:.1%} of cases."
 
     def remark(self, numbers: Numbers) -> str:
         num_inside = numbers.get("num_probes_in_gallery", 0)
@@ -159,7 +164,6 @@ def identify(
     probe_keys_P: NDArray[np.int64] | None = None,
     num_in_gallery: int | None = 0,
     max_block_bytes: int | None = None,
-    with_faiss: bool = False,
 ) -> Identification:
     """Collective. Every rank holds all probes and its shard of the gallery, and gets the same numbers.
 
@@ -174,7 +178,6 @@ def identify(
         probe_keys_P=probe_keys_P,
         group=group,
         max_block_bytes=max_block_bytes,
-        with_faiss=with_faiss,
     )
     numbers = numbers_of_scores(
         found.mate_scores_P.double().cpu().numpy(),
