@@ -4,7 +4,6 @@ import pytest
 
 from horovod.engine.messages import (
     HASH_BYTES,
-    Agreement,
     Answer,
     Receiver,
     Request,
@@ -57,7 +56,7 @@ def test_a_list_that_does_not_repeat_costs_little_more_than_its_names():
         requests = [_allreduce(f"noname.{start + i}", repeats=False) for i in range(100)]
         message = sender.pack(requests, digest_of_all(requests), repeats=False)
         assert receiver.unpack(message)[1] == requests
-    assert len(message) < sum(len(request.name) + 6 for request in requests) + 50
+    assert len(message) < sum(len(request.name) + 6 for request in requests) + 150
 
 
 def test_a_sender_whose_memory_is_full_forgets_and_tells_the_receiver():
@@ -84,13 +83,3 @@ def test_an_answer_tells_what_its_sending_needs_to_know():
     assert not Answer([Response((of_a_set,))]).is_global
     failed = Answer([Response((_allreduce("a"),), error="no")])
     assert failed.digest != plain.digest
-
-
-def test_an_agreement_divides_the_list_that_the_rank_has_announced():
-    requests = [_allreduce(name, repeats=False) for name in "abc"]
-    lists = {b"12345678": requests}
-    for parts in ([[0, 1, 2]], [[0, 2], [1]], [[2, 1, 0]]):
-        message = Agreement(b"12345678", parts).to_bytes()
-        expected = [Response(tuple(requests[i] for i in part)) for part in parts]
-        assert Agreement.responses(message, lists.__getitem__) == expected
-    assert len(Agreement(b"12345678", [list(range(1000))]).to_bytes()) == HASH_BYTES

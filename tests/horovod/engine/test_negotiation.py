@@ -10,7 +10,6 @@ from horovod.engine.messages import Request
 from horovod.engine.negotiation import (
     NOTHING,
     Agreed,
-    AnnouncedLists,
     Negotiation,
     OtherRankNegotiation,
     Rank0Negotiation,
@@ -91,11 +90,11 @@ def _names(agreed: Agreed) -> list[list[str]]:
     return [[request.name for request in response.requests] for response in agreed.responses]
 
 
-@pytest.mark.parametrize(("repeats", "kind"), [(True, MessageKind.RESPONSES), (False, MessageKind.AGREEMENT)])
-def test_both_ranks_run_what_both_have_announced(repeats, kind):
+@pytest.mark.parametrize("repeats", [True, False])
+def test_both_ranks_run_what_both_have_announced(repeats):
     job = _Job()
     answered, of_rank_0, of_rank_1 = job.agree(["x", "y"], repeats=repeats)
-    assert answered is kind
+    assert answered is MessageKind.RESPONSES
     assert _names(of_rank_0) == _names(of_rank_1) == [["x", "y"]]
     assert of_rank_0.payload == of_rank_1.payload == b""
 
@@ -158,17 +157,3 @@ def test_only_rank_0_warns_of_missing_ranks():
     agreed, warning, reason = job.ranks[0].check(due + 100.0)
     assert _names(agreed) == [] and reason == ""
     assert warning.endswith("Missing ranks:\n1 (b): [allreduce.x]")
-
-
-def test_lists_that_were_answered_one_by_one_are_forgotten_when_the_next_one_is_kept():
-    lists = AnnouncedLists()
-    first, second, third = (_operations([name]) for name in "xyz")
-    lists.keep(b"first", first)
-    lists.keep(b"second", second)
-    assert len(lists) == 2
-    first[0].is_done = True
-    lists.keep(b"third", third)
-    assert len(lists) == 2
-    # Older lists were answered before the one that rank 0 refers to.
-    assert lists.take(b"third") == [third[0].request]
-    assert len(lists) == 0

@@ -6,9 +6,8 @@ import torch
 from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from horovod.engine.messages import Request
 from horovod.engine.operation import Operation
-from horovod.transport.reductions import (
+from horovod.transport.arithmetic import (
     DTYPES,
-    FusionBuffers,
     add_payloads,
     deliver_payload,
     finish_,
@@ -41,7 +40,7 @@ def test_payloads_of_all_ranks_are_combined_and_delivered(dtype, op):
     total = add_payloads(operations[0].request, [small_payload([operation], 3) for operation in operations])
     expected = TRUTH[op](torch.stack(by_rank).double()).to(dtype)
     for operation in operations:
-        deliver_payload([operation], total, FusionBuffers())
+        deliver_payload([operation], total)
         torch.testing.assert_close(operation.outputs[0], expected)
 
 
@@ -49,7 +48,7 @@ def test_several_tensors_and_operations_travel_as_one_and_joined_ranks_receive_n
     operations = [_operation(torch.ones(2), torch.ones(()), name="x"), _operation(torch.full((1, 3), 2.0), name="y")]
     payload = small_payload(operations, 2)
     assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == [1, 1, 1, 2, 2, 2]
-    deliver_payload(operations, add_payloads(operations[0].request, [payload, payload]), FusionBuffers())
+    deliver_payload(operations, add_payloads(operations[0].request, [payload, payload]))
     found = [out.tolist() for operation in operations for out in operation.outputs]
     assert found == [[2, 2], 2, [[4, 4, 4]]]
 
@@ -57,7 +56,7 @@ def test_several_tensors_and_operations_travel_as_one_and_joined_ranks_receive_n
 def test_the_inputs_are_scaled_before_and_the_result_after_and_the_inputs_stay():
     given = torch.tensor([1.0, 2.0])
     operation = _operation(given, prescale=0.5, postscale=10.0)
-    deliver_payload([operation], add_payloads(operation.request, [small_payload([operation], 2)] * 2), FusionBuffers())
+    deliver_payload([operation], add_payloads(operation.request, [small_payload([operation], 2)] * 2))
     assert operation.outputs[0].tolist() == [10.0, 20.0]
     assert given.tolist() == [1.0, 2.0]
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
-from horovod.tensorflow import bridge, reductions
+from horovod.tensorflow import bridge, collectives
 
 # One thread for all nodes of a graph: a node that waited for another rank would stop all others.
 tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -222,7 +222,7 @@ def choose(op, average):
 
 # A function that AutoGraph has rewritten has another name, and calls others through AutoGraph.
 callers: list[str] = []
-with mock.patch.object(reductions, "handle_average_backwards_compatibility", choose):
+with mock.patch.object(collectives, "handle_average_backwards_compatibility", choose):
     unused(tf.ones([2]))
 assert callers == ["allreduce"], callers
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod.collectives.handles import (
+    ReductionOptions,
     checked_op,
     enqueue,
     group_of,
@@ -19,7 +20,7 @@ from horovod.collectives.handles import (
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum
 from horovod.torch.compression import Compression, is_scaled, wire_of
-from horovod.transport.reductions import empty_result
+from horovod.transport.arithmetic import empty_result
 
 __all__ = [
     "allreduce",
@@ -37,16 +38,12 @@ def _enqueue_allreduce(
     tensors: Sequence[Tensor],
     outputs: Sequence[Tensor],
     name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
+    options: ReductionOptions,
     *,
-    wire: str = "",
-    keeps_error: bool = True,
     is_grouped: bool = False,
     is_urgent: bool = False,
 ) -> int:
+    op, prescale, postscale, process_set, wire, keeps_error = options
     if checked_op(op) == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -60,8 +57,8 @@ def _enqueue_allreduce(
         name,
         process_set,
         op=op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
+        prescale=prescale,
+        postscale=postscale,
         wire=wire,
         keeps_error=bool(wire) and keeps_error,
         is_grouped=is_grouped,
@@ -80,8 +77,8 @@ def allreduce_async(
 ) -> int:
     """Starts an allreduce into a new tensor and returns its handle."""
     op = handle_average_backwards_compatibility(op, average)
-    output = empty_result(tensor)
-    return _enqueue_allreduce([tensor], [output], name, op, prescale_factor, postscale_factor, process_set)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce([tensor], [empty_result(tensor)], name, options)
 
 
 def allreduce_async_(
@@ -97,7 +94,8 @@ def allreduce_async_(
     op = handle_average_backwards_compatibility(op, average)
     # One list for both: enqueue() recognises an operation in place by it.
     tensors = [tensor]
-    return _enqueue_allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, tensors, name, options)
 
 
 def allreduce_(
@@ -111,48 +109,16 @@ def allreduce_(
 ) -> Tensor:
     """Combines the tensor over ranks in place and returns it."""
     op = handle_average_backwards_compatibility(op, average)
-    handle = _enqueue_allreduce(
-        [tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set, is_urgent=True
-    )
-    result: Tensor = synchronize(handle)
+    tensors = [tensor]
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = synchronize(_enqueue_allreduce(tensors, tensors, name, options, is_urgent=True))
     return result
 
 
-def compressed_allreduce_async_(
-    tensor: Tensor, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet, wire: str
-) -> int:
-    """Starts an allreduce in place that sends 16 or 8 bits per number and returns its handle.
-
-    Under a name, the rounding error is kept and added to the next tensor of that name.
-    """
-    return _enqueue_allreduce([tensor], [tensor], name, op, prescale, postscale, process_set, wire=wire)
-
-
-def combine(
-    is_grouped: bool,
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    wire: str,
-    *tensors: Tensor,
-) -> tuple[Tensor, ...]:
+def combine(is_grouped: bool, name: str | None, options: ReductionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Combines the tensors into new ones, which it waits for."""
     outputs = tuple([empty_result(tensor) for tensor in tensors])
-    handle = _enqueue_allreduce(
-        tensors,
-        outputs,
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        wire=wire,
-        is_grouped=is_grouped,
-        is_urgent=True,
-    )
-    synchronize(handle)
+    synchronize(_enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped, is_urgent=True))
     return outputs
 
 
@@ -160,15 +126,17 @@ class HorovodAllreduce(torch.autograd.Function):
     """allreduce with a gradient; takes the arguments of combine()."""
 
     @staticmethod
-    def forward(ctx: Any, is_grouped: bool, name: str | None, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, is_grouped: bool, name: str | None, options: ReductionOptions, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         # The operation of the backward pass has no name: the forward one of this name may be in flight again.
-        ctx.arguments = (is_grouped, None, *arguments[:5])
-        return combine(is_grouped, name, *arguments)
+        ctx.arguments = (is_grouped, None, options)
+        return combine(is_grouped, name, options, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
         gradients = [gradient.contiguous() for gradient in grad_output]
-        return (*[None] * 7, *HorovodAllreduce.apply(*ctx.arguments, *gradients))  # type: ignore[no-untyped-call]
+        return (None, None, None, *HorovodAllreduce.apply(*ctx.arguments, *gradients))  # type: ignore[no-untyped-call]
 
 
 def allreduce(
@@ -188,7 +156,7 @@ def allreduce(
     op = handle_average_backwards_compatibility(op, average)
     wire = _wire_for(compression, tensor, op)
     packed, ctx = (tensor, None) if wire else compression.compress(tensor)
-    arguments = (False, name, op, prescale_factor, postscale_factor, process_set, wire, packed)
+    arguments = (False, name, ReductionOptions(op, prescale_factor, postscale_factor, process_set, wire), packed)
     if packed.requires_grad and torch.is_grad_enabled():
         (reduced,) = HorovodAllreduce.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
@@ -220,10 +188,8 @@ def grouped_allreduce_async(
     """Starts an allreduce of each tensor of the list into new tensors; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    outputs = [empty_result(tensor) for tensor in tensors]
-    return _enqueue_allreduce(
-        tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
-    )
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, [empty_result(tensor) for tensor in tensors], name, options, is_grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -238,9 +204,8 @@ def grouped_allreduce_async_(
     """Starts an allreduce of each tensor of the list in place; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    return _enqueue_allreduce(
-        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
-    )
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, tensors, name, options, is_grouped=True)
 
 
 def grouped_allreduce_(
@@ -255,9 +220,8 @@ def grouped_allreduce_(
     """Combines each tensor of the list over ranks in place and returns them."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    handle = _enqueue_allreduce(
-        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True, is_urgent=True
-    )
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    handle = _enqueue_allreduce(tensors, tensors, name, options, is_grouped=True, is_urgent=True)
     result: tuple[Tensor, ...] = synchronize(handle)
     return result
 
@@ -283,7 +247,8 @@ def grouped_allreduce(
     pairs = [(tensor, None) if wire else compression.compress(tensor) for tensor in tensors]
     packed, contexts = zip(*pairs, strict=True)
     # Always through autograd: the cost is that of one function for the whole group.
-    reduced = HorovodAllreduce.apply(True, name, op, prescale_factor, postscale_factor, process_set, wire, *packed)  # type: ignore[no-untyped-call]
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set, wire)
+    reduced = HorovodAllreduce.apply(True, name, options, *packed)  # type: ignore[no-untyped-call]
     if wire:
         return list(reduced)
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

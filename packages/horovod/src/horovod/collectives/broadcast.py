@@ -10,7 +10,7 @@ from horovod.collectives.handles import enqueue, synchronize
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Average
-from horovod.transport.reductions import empty_result
+from horovod.transport.arithmetic import empty_result
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 

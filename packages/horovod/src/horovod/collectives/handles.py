@@ -7,7 +7,7 @@ the Operation. synchronize() waits for the Operation and forgets the handle.
 import warnings
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from horovod.engine.job import Job, current
 from horovod.engine.kinds import KINDS, REDUCTIONS, Average, Sum
 from horovod.engine.messages import Request, terms_of
 from horovod.engine.operation import Operation
-from horovod.transport.reductions import DTYPES
+from horovod.transport.arithmetic import DTYPES
 from megaclass_launch.rank_status import own_status, wait_for_ranks
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
@@ -47,6 +47,19 @@ def checked_op(op: int) -> int:
     if op not in range(len(REDUCTIONS)):
         raise ValueError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product.")
     return op
+
+
+class ReductionOptions(NamedTuple):
+    """How tensors are combined: what all reductions have in common."""
+
+    op: int = Average
+    prescale: float = 1.0
+    postscale: float = 1.0
+    process_set: ProcessSet = global_process_set
+    wire: str = ""
+    """Name of the wire format; empty: the dtype of the tensor."""
+    keeps_error: bool = True
+    """True if the rounding error of a compressed tensor is added to the next tensor of the same name."""
 
 
 def enqueue(

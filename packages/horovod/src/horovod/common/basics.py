@@ -21,9 +21,9 @@ from horovod.engine.controller import Controller
 from horovod.engine.job import Job, current
 from horovod.engine.rendezvous import Rendezvous, watch_connections
 from horovod.engine.timeline import Timeline
+from horovod.transport.arithmetic import release_memory
 from horovod.transport.executor import Executor
 from horovod.transport.process_set_table import ProcessSetTable
-from horovod.transport.reductions import release_memory
 from megaclass_launch.elastic.worker import Why, elastic_worker
 from megaclass_launch.errors import ConnectionLostError, UserError
 from megaclass_launch.rank_status import own_status
@@ -136,7 +136,7 @@ class _Basics:
         if not meeting.uses_nccl:
             # No rank returns, and perhaps ends, while another rank still connects to it.
             dist.all_reduce(torch.zeros(1), group=sets.connections[0].cpu)
-        executor = Executor(meeting.rank, timeline, sets, uses_nccl=meeting.uses_nccl)
+        executor = Executor(timeline, sets)
         controller = Controller(
             meeting.rank, meeting.hosts, settings, timeline, sets.ranks, executor, meeting.connections, watch
         )

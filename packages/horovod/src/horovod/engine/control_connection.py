@@ -53,8 +53,6 @@ class MessageKind(IntEnum):
     """Rank 0 to the members of a process set: operations to run next."""
     END = 5
     """Rank 0 to all: every rank is drained."""
-    AGREEMENT = 6
-    """Rank 0 to all: all have announced the same list of operations, which they run next."""
 
 
 class ControlConnection:

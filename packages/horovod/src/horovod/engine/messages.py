@@ -4,9 +4,8 @@ A rank announces requests. The coordinator answers with responses, the same ones
 concern. Lists travel as JSON the first time and as an 8-byte hash of it from then on: a step that repeats costs each rank nine
 bytes to the coordinator and nine bytes back.
 
-A request consists of a name and terms. Many requests share their terms, which travel once and are replaced by a number from
-then on. A list that is new, which is always so for unnamed operations, therefore costs little more than its names. If all ranks
-announce the same new list, the answer is an Agreement, which does not repeat it.
+A request consists of a name and terms. Many requests of a list share their terms, which travel once per message. A list that
+is new, which is always so for unnamed operations, therefore costs little more than its names.
 
 Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and the answer carries the sum
 (transport/reductions.py).
@@ -16,7 +15,7 @@ import functools
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import accumulate, pairwise
@@ -204,10 +203,8 @@ class Response:
 class Answer:
     """Responses that are sent together, and what their sender needs to know about them."""
 
-    def __init__(self, responses: list[Response], agreement: "Agreement | None" = None) -> None:
+    def __init__(self, responses: list[Response]) -> None:
         self.responses = responses
-        self.agreement = agreement
-        """The same, in short, if all ranks have announced the same list of plain operations; else None."""
         # The few terms that a thousand requests share are asked, not the requests.
         terms = distinct_terms([request for response in responses for request in response.requests])
         self.repeats = all(each.repeats for each in terms)
@@ -227,84 +224,44 @@ class Answer:
         return short_hash(b"".join([response.digest for response in self.responses]))
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """An answer to ranks that have all announced the same list of operations.
-
-    Each rank has that list already. Only the division of the list into responses is sent, which are plain: none has an error
-    or sizes.
-    """
-
-    digest: bytes
-    """Hash of the list."""
-    parts: list[list[int]]
-    """Positions in the list, for each response."""
-
-    def to_bytes(self) -> bytes:
-        # Fusion makes most lists one response that is the whole list in its order.
-        is_whole = len(self.parts) == 1 and self.parts[0] == list(range(len(self.parts[0])))
-        return self.digest + (b"" if is_whole else _to_json(self.parts))
-
-    @staticmethod
-    def responses(message: bytes, announced: Callable[[bytes], Sequence[Request]]) -> list[Response]:
-        """Returns the responses. `announced` returns the list that this rank has announced, by its hash."""
-        digest, parts = message[:HASH_BYTES], message[HASH_BYTES:]
-        requests = announced(digest)
-        if not parts:
-            return [Response(tuple(requests))]
-        return [Response(tuple([requests[i] for i in part])) for part in json.loads(parts)]
-
-
 # The first byte of a message; the hash follows. After _NEW the JSON follows as well.
 _NEW, _KNOWN = b"N", b"K"
 
 
 class Sender:
-    """Turns lists of requests or of responses into messages: JSON the first time, a hash once the receiver knows the list.
-
-    Terms that the receiver knows are numbers in that JSON.
-    """
+    """Turns lists of requests or of responses into messages: JSON the first time, a hash once the receiver knows the list."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: number of lists that are remembered; 0: neither lists nor terms are."""
+        """`capacity`: number of lists that are remembered; 0: none."""
         self._capacity = capacity
         self._known: set[bytes] = set()
-        self._numbers: dict[Terms, int] = {}
 
     def pack(self, items: Sequence[Request] | Sequence[Response], digest: bytes, *, repeats: bool) -> bytes:
         """Returns the message. `digest`: hash of the items. `repeats`: they may come again, so they are worth remembering."""
         if digest in self._known:
             return _KNOWN + digest
-        # Sender and receiver forget at the same message, so both always know the same lists and numbers.
-        # The second limit is for jobs whose shapes, and therefore terms, are new in every step.
-        forgets = len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity
+        remembers = repeats and self._capacity > 0
+        # Sender and receiver forget at the same message, so both always know the same lists.
+        forgets = remembers and len(self._known) >= self._capacity
         if forgets:
             self._known.clear()
-            self._numbers.clear()
-        remembers = repeats and self._capacity > 0
         if remembers:
             self._known.add(digest)
         # Responses travel as the requests of all of them in a row, and where to cut that row.
         responses = [item for item in items if isinstance(item, Response)]
         requests = [item for item in items if isinstance(item, Request)]
         requests += [request for response in responses for request in response.requests]
-        new, numbers = self._number(requests)
-        names = [request.name for request in requests]
-        cuts = [[len(response.requests), response.rest] for response in responses]
-        return _NEW + digest + _to_json([forgets, remembers, new, numbers, names, cuts])
-
-    def _number(self, requests: list[Request]) -> tuple[list[Any], list[int]]:
-        """Returns the terms that the receiver does not know yet, and the number of each request's terms."""
-        new: list[Any] = []
-        numbers = []
-        known = self._numbers
-        for request in requests:
-            number = known.get(request.terms)
-            if number is None:
-                number = known[request.terms] = len(known)
-                new.append(request.terms.to_list())
-            numbers.append(number)
-        return new, numbers
+        terms = distinct_terms(requests)
+        numbers = {id(each): number for number, each in enumerate(terms)}
+        content = [
+            forgets,
+            remembers,
+            [each.to_list() for each in terms],
+            [numbers[id(request.terms)] for request in requests],
+            [request.name for request in requests],
+            [[len(response.requests), response.rest] for response in responses],
+        ]
+        return _NEW + digest + _to_json(content)
 
 
 class Receiver:
@@ -312,20 +269,16 @@ class Receiver:
 
     def __init__(self) -> None:
         self._known: dict[bytes, list[Any]] = {}
-        self._terms: list[Terms] = []
 
     def unpack(self, message: bytes) -> tuple[bytes, list[Any]]:
         """Returns the hash of the message, and its items."""
         tag, digest = message[:1], message[1 : 1 + HASH_BYTES]
         if tag == _KNOWN:
             return digest, self._known[digest]
-        forgets, remembers, new, numbers, names, cuts = json.loads(message[1 + HASH_BYTES :])
-        # Before the message is read: the sender has numbered its terms from zero again.
+        forgets, remembers, all_terms, numbers, names, cuts = json.loads(message[1 + HASH_BYTES :])
         if forgets:
             self._known.clear()
-            self._terms.clear()
-        self._terms += map(_terms_from_list, new)
-        terms = self._terms
+        terms = [_terms_from_list(values) for values in all_terms]
         items: list[Any] = [Request.under(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
         if cuts:
             items = _cut(items, cuts)

@@ -4,7 +4,7 @@
     announce()                                         announce(): a call of its own coordinator
       REQUESTS: a hash, or the list --------------->   receive(): coordinator.announce()
                                                          all members have announced it:
-    receive()  <---- RESPONSES, or AGREEMENT: a hash     answer every rank that takes part
+    receive()  <------- RESPONSES: a hash, or the list   answer every rank that takes part
     announce_join()  JOIN ------------------------->   receive(): coordinator.join()
 
 Each method sends what is due and returns what this rank has to run because of it, mostly nothing. No method waits, and none
@@ -13,28 +13,17 @@ knows how operations are run. Only the engine thread calls them, so no field her
     field                  of            written by             read by
     _sender(s)             both sides    whatever sends a list  (the same)
     _receiver(s)           both sides    receive()              receive()
-    announced_lists        other ranks   announce(), receive()  receive()
     _coordinator           rank 0        all methods            all methods
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import ControlConnection, MessageKind
-from horovod.engine.messages import (
-    Agreement,
-    Answer,
-    Receiver,
-    Request,
-    Response,
-    Sender,
-    digest_of_all,
-    distinct_terms,
-)
+from horovod.engine.messages import Answer, Receiver, Request, Response, Sender, digest_of_all, distinct_terms
 from horovod.engine.operation import Operation, OperationRunner
 from horovod.engine.rank0.coordinator import Coordinator
 from horovod.engine.timeline import Timeline
@@ -86,15 +75,11 @@ class OtherRankNegotiation(Negotiation):
         self._runner = runner
         self._sender = Sender(cache_capacity)
         self._receiver = Receiver()
-        self.announced_lists = AnnouncedLists()
 
     def announce(self, operations: list[Operation]) -> Agreed:
         requests = [operation.request for operation in operations]
         digest = digest_of_all(requests)
         repeats = all(terms.repeats for terms in distinct_terms(requests))
-        # Rank 0 answers lists that repeat by a hash of the answer, and only those that do not by an Agreement.
-        if not repeats:
-            self.announced_lists.keep(digest, operations)
         message = self._sender.pack(requests, digest, repeats=repeats)
         # This rank does not know what the others announce. If the lists differ, the payload is not used, which is cheap.
         self._to_rank_0.send(MessageKind.REQUESTS, message, self._runner.small_payload(operations))
@@ -105,36 +90,8 @@ class OtherRankNegotiation(Negotiation):
         return NOTHING
 
     def receive(self, peer: int, kind: int, content: bytes, payload: bytes) -> Agreed:
-        match kind:
-            case MessageKind.RESPONSES:
-                return Agreed(self._receiver.unpack(content)[1], payload)
-            case MessageKind.AGREEMENT:
-                return Agreed(Agreement.responses(content, self.announced_lists.take), payload)
         # REQUESTS and JOIN go to rank 0 only.
-        return NOTHING
-
-
-class AnnouncedLists:
-    """The lists that this rank has announced and that an Agreement of rank 0 may refer to by their hash."""
-
-    def __init__(self) -> None:
-        self._lists: deque[tuple[bytes, list[Operation]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def keep(self, digest: bytes, operations: list[Operation]) -> None:
-        # An Agreement comes before anything of its list has run, so older lists were answered one by one.
-        while self._lists and self._lists[0][1][0].is_done:
-            self._lists.popleft()
-        self._lists.append((digest, operations))
-
-    def take(self, digest: bytes) -> list[Request]:
-        """Returns the list that rank 0 refers to; older lists were answered before it."""
-        while True:
-            announced, operations = self._lists.popleft()
-            if announced == digest:
-                return [operation.request for operation in operations]
+        return Agreed(self._receiver.unpack(content)[1], payload) if kind == MessageKind.RESPONSES else NOTHING
 
 
 class Rank0Negotiation(Negotiation):
@@ -202,15 +159,12 @@ class Rank0Negotiation(Negotiation):
         if answer.payloads:
             payload = self._runner.add_payloads(answer.responses[0].requests[0], answer.payloads)
         # The others start before rank 0, which has just as much to do itself.
-        if answer.agreement is not None and not answer.repeats:
-            # The list will not come again, so there is nothing to remember by its hash.
-            message = answer.agreement.to_bytes()
-            for connection in self._connections.values():
-                connection.send(MessageKind.AGREEMENT, message, payload)
-            return Agreed(answer.responses, payload)
+        message = b""
         for peer, connection in self._connections.items():
             theirs = answer.for_rank(peer, self._process_sets)
             if theirs.responses:
-                message = self._senders[peer].pack(theirs.responses, theirs.digest, repeats=theirs.repeats)
+                # A list that is not remembered is the same message for all ranks that get it whole.
+                if not message or answer.repeats or not answer.is_global:
+                    message = self._senders[peer].pack(theirs.responses, theirs.digest, repeats=theirs.repeats)
                 connection.send(MessageKind.RESPONSES, message, payload)
         return Agreed(answer.for_rank(0, self._process_sets).responses, payload)

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horovod.common.settings import Settings
-from horovod.engine.messages import Agreement, Answer, Request, Response, distinct_terms
+from horovod.engine.messages import Answer, Request, Response, distinct_terms
 from horovod.engine.rank0.comparison import respond
-from horovod.engine.rank0.fusion import fuse, fused_positions
+from horovod.engine.rank0.fusion import fuse
 from horovod.engine.rank0.pending_table import PendingTable
 from horovod.engine.rank0.stall_check import CROSSED_S, StallCheck
 
@@ -71,7 +71,7 @@ class Coordinator:
         firsts = [cycles.popleft() for cycles in self._held]
         answer = self._answers.get(digest)
         if answer is None:
-            answer = self._agree(digest, requests)
+            answer = self._agree(requests)
             if answer.repeats:
                 self._remember(digest, answer)
         payloads = [cycle.payload for cycle in firsts]
@@ -81,17 +81,18 @@ class Coordinator:
         answer.payloads = payloads if is_one and all(payloads) else []
         return answer
 
-    def _agree(self, digest: bytes, requests: list[Request]) -> Answer:
+    def _agree(self, requests: list[Request]) -> Answer:
         """Answers a list that all ranks have announced: there is nothing to wait for and nothing to compare."""
-        if any(terms.kind != "allreduce" for terms in distinct_terms(requests)):
-            members = self._table.members(0)
-            # No rank has joined: a cycle is opened at once after a join.
-            ready = [respond(dict.fromkeys(members, request), self._hosts, has_joined=False) for request in requests]
-            return Answer(fuse(ready, self._settings))
-        # An allreduce of which all ranks know the same has neither errors nor sizes, so it needs no response of its own.
-        parts = fused_positions([request.terms for request in requests], self._settings)
-        responses = [Response(tuple([requests[i] for i in part])) for part in parts]
-        return Answer(responses, Agreement(digest, parts))
+        # An allreduce of which all ranks know the same has neither errors nor sizes. No rank has joined: a cycle is opened at
+        # once after a join.
+        members = self._table.members(0)
+        ready = [
+            Response((request,))
+            if request.kind == "allreduce"
+            else respond(dict.fromkeys(members, request), self._hosts, has_joined=False)
+            for request in requests
+        ]
+        return Answer(fuse(ready, self._settings))
 
     def _remember(self, digest: bytes, answer: Answer) -> None:
         # All at once: the lists of a job that still repeat come back within one step.

@@ -20,7 +20,13 @@ from horovod.common.process_sets import *
 from horovod.common.util import is_version_greater_equal_than
 from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from horovod.tensorflow.compression import *
-from horovod.tensorflow.functions import *
+from horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from horovod.tensorflow.keras import callbacks, elastic
 from horovod.tensorflow.keras.optimizer import *
 from horovod.tensorflow.keras.values import *

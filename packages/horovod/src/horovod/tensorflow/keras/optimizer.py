@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from horovod.engine.kinds import Adasum
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from horovod.tensorflow.gradients import GradientReducer, reducer_of, with_options
-from horovod.tensorflow.tape import variables_of_layers
+from horovod.tensorflow.gradients import GradientReducer, reducer_of, variables_of_layers, with_options
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
 

@@ -7,13 +7,11 @@ import keras
 import tensorflow as tf
 
 from horovod.engine.kinds import Average
-from horovod.tensorflow import gathers, reductions, sessions
+from horovod.tensorflow import collectives
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.keras.optimizer import DistributedOptimizer
 
-__all__ = ["allgather", "allreduce", "broadcast", "broadcast_global_variables", "load_model", "reducescatter"]
-
-broadcast_global_variables = sessions.broadcast_global_variables
+__all__ = ["allgather", "allreduce", "broadcast", "load_model", "reducescatter"]
 
 
 def allreduce(
@@ -26,7 +24,7 @@ def allreduce(
     compression: Any = Compression.none,
 ) -> Any:
     """Returns the value, anything that TensorFlow can convert, combined over ranks as a tensor."""
-    return reductions.allreduce(
+    return collectives.allreduce(
         tf.convert_to_tensor(value),
         average=average,
         compression=compression,
@@ -39,17 +37,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Returns the values of all ranks, concatenated along dimension 0, as a tensor."""
-    return gathers.allgather(tf.convert_to_tensor(value), name=name)
+    return collectives.allgather(tf.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the root's value as a tensor."""
-    return gathers.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+    return collectives.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
     """Returns this rank's rows of the value combined over ranks, as a tensor."""
-    return reductions.reducescatter(tf.convert_to_tensor(value), op=op, name=name)
+    return collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name)
 
 
 def load_model(

@@ -5,9 +5,8 @@ import threading
 import pytest
 
 from horovod.common.exceptions import DUPLICATE_NAME, HorovodInternalError
-from horovod.engine.in_flight import InFlight
 from horovod.engine.messages import Request
-from horovod.engine.operation import Operation
+from horovod.engine.operation import InFlight, Operation
 
 
 @pytest.fixture
