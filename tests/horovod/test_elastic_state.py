@@ -1,14 +1,18 @@
 """Horovod's elastic states, and the loop around the training function, in one process."""
 
 import copy
+import socket
 
 import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.common import elastic as common
 from horovod.common.elastic import notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch.elastic import HostUpdateResult, ObjectState, TorchState, run_fn
+from megaclass_launch.elastic.channel import Channel
+from megaclass_launch.elastic.worker import ElasticWorker
 
 
 @pytest.fixture
@@ -35,6 +39,27 @@ def test_restore_returns_to_the_last_commit_and_not_to_what_was_changed_in_place
     state.losses.clear()
     state.restore()
     assert (state.step, state.losses) == (3, [1.0, 2.0])
+
+
+def test_the_drivers_announcement_is_among_the_messages_without_a_commit_and_counts_once(monkeypatch):
+    ours, theirs = socket.socketpair()
+    worker = ElasticWorker(Channel(theirs))
+    monkeypatch.setattr(common, "elastic_worker", lambda: worker)
+    state = object_state(step=1)
+    assert state._host_messages.empty()
+    Channel(ours).send({"say": "changed", "token": "", "only_removals": True})
+    # As Horovod's own elastic scripts wait for it.
+    while state._host_messages.empty():
+        pass
+    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+        state.commit()
+    assert interrupt.value.skip_sync
+    state.check_host_updates()
+    state.on_reset()
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+    ours.close()
+    theirs.close()
 
 
 def test_sync_takes_over_the_state_of_rank_0():

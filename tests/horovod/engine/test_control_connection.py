@@ -42,7 +42,7 @@ def test_messages_arrive_whole_and_in_order(pair):
     connection, other = pair
     sent = [
         (MessageKind.REQUESTS, b"content", b"payload"),
-        (MessageKind.JOIN, b"", b""),
+        (MessageKind.DRAINED, b"", b""),
         (MessageKind.STOP, b"why", b""),
     ]
     sender = ControlConnection(other)

@@ -15,14 +15,14 @@ from horovod.engine.messages import (
 
 
 def _allreduce(name: str, count: int = 4, **more) -> Request:
-    return Request("allreduce", name, 0, ("float32",), ((count,),), 1, **more)
+    return Request.of("allreduce", name, 0, ("float32",), ((count,),), 1, **more)
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 1024])
 def test_lists_of_requests_and_responses_arrive_as_they_were_sent(capacity):
     sender, receiver = Sender(capacity), Receiver()
-    one = Request("allreduce", "a,b;", 0, ("float32",), ((4,),), 1)
-    two = Request("allgather", "ü", 3, ("int64", "bool"), ((2, 3), ()), is_grouped=True)
+    one = Request.of("allreduce", "a,b;", 0, ("float32",), ((4,),), 1)
+    two = Request.of("allgather", "ü", 3, ("int64", "bool"), ((2, 3), ()), is_grouped=True)
     joined = Response((), last_joined=1)
     for items in (
         [one, two],
@@ -36,7 +36,9 @@ def test_lists_of_requests_and_responses_arrive_as_they_were_sent(capacity):
 
 
 def test_lists_whose_names_run_together_alike_have_different_hashes():
-    lists = [[Request("allreduce", name) for name in names] for names in (["ab", "c"], ["a", "bc"], ["abc"], ["1;a"])]
+    lists = [
+        [Request.of("allreduce", name) for name in names] for names in (["ab", "c"], ["a", "bc"], ["abc"], ["1;a"])
+    ]
     assert len({digest_of_all(requests) for requests in lists}) == len(lists)
 
 
@@ -77,9 +79,7 @@ def test_equal_terms_are_one_object_and_unequal_ones_have_different_hashes():
 
 def test_an_answer_tells_what_its_sending_needs_to_know():
     plain = Answer([Response((_allreduce("a"),))])
-    assert plain.repeats and plain.is_global
+    assert plain.repeats
     assert not Answer([Response((_allreduce("a", repeats=False),))]).repeats
-    of_a_set = Request("allreduce", "a", 3, ("float32",), ((4,),), 1)
-    assert not Answer([Response((of_a_set,))]).is_global
     failed = Answer([Response((_allreduce("a"),), error="no")])
     assert failed.digest != plain.digest

@@ -6,7 +6,7 @@ import pytest
 
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import MessageKind
-from horovod.engine.messages import Request
+from horovod.engine.messages import JOIN, Request
 from horovod.engine.negotiation import (
     NOTHING,
     Agreed,
@@ -83,7 +83,7 @@ class _Job:
 
 def _operations(names: list[str], process_set: int = 0, count: int = 4, *, repeats: bool = True) -> list[Operation]:
     terms = ("float32",), ((count,),), 1
-    return [Operation(Request("allreduce", name, process_set, *terms, repeats=repeats)) for name in names]
+    return [Operation(Request.of("allreduce", name, process_set, *terms, repeats=repeats)) for name in names]
 
 
 def _names(agreed: Agreed) -> list[list[str]]:
@@ -115,13 +115,6 @@ def test_payloads_come_back_combined_and_are_what_both_ranks_run():
     assert of_rank_0.payload == of_rank_1.payload == b"zero+one"
 
 
-def test_a_rank_gets_only_the_responses_of_its_process_sets():
-    job = _Job()
-    job.ranks[1].announce(_operations(["x"], process_set=1))
-    assert _names(job.deliver(sender=1)[1]) == []
-    assert _names(job.deliver(sender=0)[1]) == [["x"]]
-
-
 def test_a_mismatch_is_an_error_that_both_ranks_get():
     job = _Job()
     job.ranks[1].announce(_operations(["x"], count=5))
@@ -133,8 +126,8 @@ def test_a_mismatch_is_an_error_that_both_ranks_get():
 
 def test_when_all_ranks_have_joined_both_learn_which_was_the_last():
     job = _Job()
-    assert job.ranks[0].announce_join() is NOTHING
-    assert job.ranks[1].announce_join() is NOTHING
+    assert job.ranks[0].announce([Operation(JOIN)]) is NOTHING
+    assert job.ranks[1].announce([Operation(JOIN)]) is NOTHING
     of_rank_0, of_rank_1 = job.deliver(sender=1)[1], job.deliver(sender=0)[1]
     assert [agreed.responses[0].last_joined for agreed in (of_rank_0, of_rank_1)] == [1, 1]
 

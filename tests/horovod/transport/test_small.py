@@ -27,7 +27,7 @@ NUMBERS = [dtype for dtype in DTYPES if dtype is not torch.bool]
 
 def _operation(*tensors: torch.Tensor, name: str = "x", op: int = Sum, **more) -> Operation:
     dtypes = tuple(DTYPES[tensor.dtype] for tensor in tensors)
-    request = Request("allreduce", name, 0, dtypes, tuple(tuple(t.shape) for t in tensors), op, **more)
+    request = Request.of("allreduce", name, 0, dtypes, tuple(tuple(t.shape) for t in tensors), op, **more)
     return Operation(request, list(tensors), [torch.empty_like(tensor) for tensor in tensors])
 
 
@@ -70,7 +70,7 @@ def test_the_inputs_are_scaled_before_and_the_result_after_and_the_inputs_stay()
         [_operation(torch.ones(2)), _operation(torch.ones(2), name="y", op=Max)],
         [_operation(torch.ones(2)), _operation(torch.ones(2), name="y", prescale=2.0)],
         [_operation(torch.ones(2)), _operation(torch.ones(2, dtype=torch.int64), name="y")],
-        [Operation(Request("barrier", "b"))],
+        [Operation(Request.of("barrier", "b"))],
     ],
     ids=["adasum", "compressed", "large", "different ops", "different scales", "different dtypes", "no allreduce"],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horovod.collectives.compression import Compression, is_scaled, wire_of
 from horovod.collectives.handles import (
     ReductionOptions,
     checked_op,
@@ -19,7 +20,6 @@ from horovod.collectives.handles import (
 )
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum
-from horovod.torch.compression import Compression, is_scaled, wire_of
 from horovod.transport.arithmetic import empty_result
 
 __all__ = [
@@ -41,7 +41,6 @@ def _enqueue_allreduce(
     options: ReductionOptions,
     *,
     is_grouped: bool = False,
-    is_urgent: bool = False,
 ) -> int:
     op, prescale, postscale, process_set, wire, keeps_error = options
     if checked_op(op) == Adasum:
@@ -62,7 +61,6 @@ def _enqueue_allreduce(
         wire=wire,
         keeps_error=bool(wire) and keeps_error,
         is_grouped=is_grouped,
-        is_urgent=is_urgent,
     )
 
 
@@ -109,16 +107,15 @@ def allreduce_(
 ) -> Tensor:
     """Combines the tensor over ranks in place and returns it."""
     op = handle_average_backwards_compatibility(op, average)
-    tensors = [tensor]
-    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
-    result: Tensor = synchronize(_enqueue_allreduce(tensors, tensors, name, options, is_urgent=True))
+    arguments = (name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = synchronize(allreduce_async_(tensor, None, *arguments))
     return result
 
 
 def combine(is_grouped: bool, name: str | None, options: ReductionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Combines the tensors into new ones, which it waits for."""
     outputs = tuple([empty_result(tensor) for tensor in tensors])
-    synchronize(_enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped, is_urgent=True))
+    synchronize(_enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped))
     return outputs
 
 
@@ -219,10 +216,8 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Combines each tensor of the list over ranks in place and returns them."""
     op = handle_average_backwards_compatibility(op, average)
-    tensors = group_of(tensors)
-    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
-    handle = _enqueue_allreduce(tensors, tensors, name, options, is_grouped=True, is_urgent=True)
-    result: tuple[Tensor, ...] = synchronize(handle)
+    arguments = (name, op, prescale_factor, postscale_factor, process_set)
+    result: tuple[Tensor, ...] = synchronize(grouped_allreduce_async_(tensors, None, *arguments))
     return result
 
 

@@ -16,7 +16,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.job import Job, current
 from horovod.engine.kinds import KINDS, REDUCTIONS, Average, Sum
-from horovod.engine.messages import Request, terms_of
+from horovod.engine.messages import JOIN, Request, terms_of
 from horovod.engine.operation import Operation
 from horovod.transport.arithmetic import DTYPES
 from megaclass_launch.rank_status import own_status, wait_for_ranks
@@ -40,6 +40,19 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
         )
         return Average if average else Sum
     return Average
+
+
+def groups_of_options(op: int, gradient_predivide_factor: float, num_groups: int, groups: Any, stacklevel: int) -> Any:
+    """Returns `groups` after the checks that the optimizers of all frameworks make; `num_groups` is its deprecated name."""
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=stacklevel + 1,
+        )
+    return num_groups if groups is None and num_groups != 0 else groups
 
 
 def checked_op(op: int) -> int:
@@ -77,34 +90,23 @@ def enqueue(
     wire: str = "",
     keeps_error: bool = False,
     is_grouped: bool = False,
-    is_urgent: bool = False,
 ) -> int:
     """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
     job = current.running()
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    for tensor in tensors:
+        check_tensor(kind, tensor)
     # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
-    if len(tensors) == 1:
-        # The most common case by far, often a thousand times in a row, so it avoids building lists.
-        check_tensor(kind, tensors[0])
-        first = tensors[0].data
-        inputs = [first]
-        dtypes, shapes = (DTYPES[first.dtype],), (first.shape,)
-    else:
-        for tensor in tensors:
-            check_tensor(kind, tensor)
-        inputs = [tensor.data for tensor in tensors]
-        dtypes, shapes = tuple([DTYPES[tensor.dtype] for tensor in inputs]), tuple([tensor.shape for tensor in inputs])
+    inputs = [tensor.data for tensor in tensors]
     # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
     # but their hashes for the other ranks would differ.
     terms = terms_of(
         kind,
         number,
-        dtypes,
-        shapes,
+        tuple([DTYPES[tensor.dtype] for tensor in inputs]),
+        tuple([tensor.shape for tensor in inputs]),
         op,
         root,
         float(prescale),
@@ -116,24 +118,18 @@ def enqueue(
         is_grouped,
         name is not None,
     )
-    request = Request.under(job.next_name(number) if name is None else str(name), terms)
-    if outputs is tensors:
-        operation = Operation(request, inputs, inputs, tuple(outputs) if is_grouped else outputs[0])
-    elif outputs is not None:
-        written = [
-            given if out is tensor else out.data for given, tensor, out in zip(inputs, tensors, outputs, strict=True)
-        ]
-        operation = Operation(
-            request, inputs, written, tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
-        )
-    else:
-        operation = Operation(request, inputs)
+    request = Request(job.next_name(number) if name is None else str(name), terms)
+    operation = Operation(request, inputs)
+    if outputs is not None:
+        # In place: the same objects, by which the executor knows that there is nothing to copy.
+        operation.outputs = inputs if outputs is tensors else [out.data for out in outputs]
+        operation.result = tuple(outputs) if is_grouped else outputs[0]
     if terms.device == "cuda":
         # The executor's stream waits for this event: kernels that write the inputs may still be running.
         operation.ready = torch.cuda.Event()
         operation.ready.record(torch.cuda.current_stream(inputs[0].device))
     # A refused operation (a duplicate name, a job that has ended) raises here and leaves no handle.
-    job.controller.submit(operation, is_urgent=is_urgent)
+    job.controller.submit(operation)
     handle = next(job.handle_numbers)
     job.handles[handle] = operation
     return handle
@@ -155,8 +151,12 @@ def group_of(tensors: Iterable[Tensor], if_empty: type[Exception] = IndexError) 
 def check_tensor(kind: str, tensor: Tensor) -> None:
     """Raises ValueError, in Horovod's words, for a tensor that this kind of operation cannot take."""
     dtype = tensor.dtype
-    is_known = tensor.layout is _STRIDED and dtype in DTYPES
-    if not is_known or (dtype is torch.bool and KINDS[kind].is_arithmetic):
+    if tensor.layout is not _STRIDED:
+        raise ValueError(
+            f"Tensor type {tensor.type()} is not supported by {kind}: it is sparse. Pass it to sparse_allreduce_async(), or "
+            f"convert it with to_dense()."
+        )
+    if dtype not in DTYPES or (dtype is torch.bool and KINDS[kind].is_arithmetic):
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
@@ -237,8 +237,8 @@ def join(device: int = -1) -> int:
     device type of the other ranks' tensors.
     """
     job = current.running()
-    operation = Operation(Request("join", "join"))
-    job.controller.submit_join(operation)
+    operation = Operation(JOIN)
+    job.controller.submit(operation)
     _wait(job, operation)
     # Ranks with more data have used up more automatic names: all start again at the same number.
     job.restart_names()
@@ -249,4 +249,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
     number = current.running().next_barrier(process_set.process_set_id)
-    synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))
+    synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set))

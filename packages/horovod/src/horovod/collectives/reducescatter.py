@@ -6,23 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod.collectives.allgather import grouped_allgather
+from horovod.collectives.compression import Compression, is_scaled
+from horovod.collectives.exchanges import grouped_allgather
 from horovod.collectives.handles import ReductionOptions, checked_op, enqueue, fetch, group_of
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Average, Sum
-from horovod.torch.compression import Compression, is_scaled
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
 
 def _enqueue_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    options: ReductionOptions,
-    *,
-    is_grouped: bool = False,
-    is_urgent: bool = False,
+    tensors: Sequence[Tensor], name: str | None, options: ReductionOptions, *, is_grouped: bool = False
 ) -> int:
     if checked_op(options.op) not in (Average, Sum):
         raise HorovodInternalError("Reducescatter currently only supports SUM and AVERAGE.")
@@ -36,7 +31,6 @@ def _enqueue_reducescatter(
         prescale=options.prescale,
         postscale=options.postscale,
         is_grouped=is_grouped,
-        is_urgent=is_urgent,
     )
 
 
@@ -61,7 +55,7 @@ class HorovodReducescatter(torch.autograd.Function):
         # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
         num_ranks = (options.process_set.size() or 1) if options.op == Sum else 1
         ctx.factor = options.prescale * options.postscale * num_ranks
-        handle = _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped, is_urgent=True)
+        handle = _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped)
         return fetch(handle, lambda operation: tuple(operation.outputs))
 
     @staticmethod

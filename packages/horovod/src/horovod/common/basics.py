@@ -175,10 +175,6 @@ class _Basics:
         """Returns whether init() has been called, and shutdown() has not."""
         return current.job is not None
 
-    def job(self) -> Job:
-        """Returns the job, for callers that run operations."""
-        return current.running()
-
     # -- ranks and hosts ---------------------------------------------------------------------------------------------
 
     def size(self) -> int:
@@ -231,17 +227,15 @@ class _Basics:
     def mpi_threads_supported(self) -> bool:
         raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
 
-    def mpi_enabled(self) -> bool:
+    def _no(self) -> bool:
         return False
 
-    def mpi_built(self) -> bool:
-        return False
-
-    def gloo_enabled(self) -> bool:
-        return True
+    mpi_enabled = mpi_built = ddl_built = ccl_built = _no
 
     def gloo_built(self) -> bool:
         return True
+
+    gloo_enabled = gloo_built
 
     def nccl_built(self) -> int:
         """Returns NCCL's version code, for example 22105 for 2.21.5, or 0 without NCCL."""
@@ -249,12 +243,6 @@ class _Basics:
             return 0
         major, minor, patch = torch.cuda.nccl.version()[:3]
         return int(major) * 10_000 + int(minor) * 100 + int(patch)
-
-    def ddl_built(self) -> bool:
-        return False
-
-    def ccl_built(self) -> bool:
-        return False
 
     def cuda_built(self) -> bool:
         return torch.version.cuda is not None

@@ -43,15 +43,13 @@ class MessageKind(IntEnum):
 
     REQUESTS = 0
     """Any rank to rank 0: operations it wants to run."""
-    JOIN = 1
-    """Any rank to rank 0: it has no more data."""
-    STOP = 2
+    STOP = 1
     """Any rank to rank 0, and rank 0 to all: the job ends, with the reason as content."""
-    DRAINED = 3
+    DRAINED = 2
     """Any rank to rank 0, after STOP: it no longer uses the process groups."""
-    RESPONSES = 4
-    """Rank 0 to the members of a process set: operations to run next."""
-    END = 5
+    RESPONSES = 3
+    """Rank 0 to all: operations that the members of their process sets run next."""
+    END = 4
     """Rank 0 to all: every rank is drained."""
 
 

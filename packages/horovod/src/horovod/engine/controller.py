@@ -115,28 +115,16 @@ class Controller:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation, *, is_urgent: bool) -> None:
-        """Queues the operation. `is_urgent`: the caller waits for it next, so it is announced without delay."""
+    def submit(self, operation: Operation) -> None:
+        """Queues the operation. A thread that waits for it, or the end of together(), has it announced without delay."""
         queue = self._queue
         with self._lock:
             self._in_flight.add(operation)
             queue.operations.append(operation)
             queue.num_bytes += operation.request.terms.num_bytes
-            # An operation that is not urgent wakes the engine thread only if it is the first one: that thread then looks at
-            # the queue until it is announced.
-            if is_urgent:
-                queue.is_urgent = True
+            # The first one wakes the engine thread, which then looks at the queue until it is announced.
+            if len(queue.operations) == 1 and not queue.num_together:
                 self._wake_up()
-            elif len(queue.operations) == 1 and not queue.num_together:
-                self._wake_up()
-
-    def submit_join(self, operation: Operation) -> None:
-        """Announces, after everything in the queue, that this rank has no more data. The caller waits for it next."""
-        with self._lock:
-            self._in_flight.add_join(operation)
-            self._queue.wants_join = True
-            self._queue.hurry()
-            self._wake_up()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -245,13 +233,10 @@ class Controller:
             if self._in_flight.closed:
                 return
             operations = self._queue.take_if_due(time.monotonic())
-            joins = self._queue.take_join()
         # Outside the lock: encoding and sending take long, and other threads submit meanwhile.
         if operations:
             self._timeline.mark_cycle()
             self._run_agreed(self._negotiation.announce(operations))
-        if joins:
-            self._run_agreed(self._negotiation.announce_join())
 
     def _receive_from(self, peer: int) -> None:
         connection = self._connections[peer]
@@ -289,7 +274,8 @@ class Controller:
                 return
             if response.last_joined >= 0:
                 self._in_flight.finish_join(response.last_joined)
-            else:
+            # An operation of a set that this rank is not a member of does not concern it.
+            elif self._rank in self.process_sets.get(response.process_set, ()):
                 self._run_one(response, agreed.payload)
 
     def _run_one(self, response: Response, payload: bytes) -> None:

@@ -1,8 +1,8 @@
 """The messages of the negotiation: requests from the ranks, responses from rank 0. No torch, no sockets.
 
-A rank announces requests. The coordinator answers with responses, the same ones in the same order for all ranks that they
-concern. Lists travel as JSON the first time and as an 8-byte hash of it from then on: a step that repeats costs each rank nine
-bytes to the coordinator and nine bytes back.
+A rank announces requests. The coordinator answers with responses, the same ones in the same order for all ranks; a rank skips
+those of process sets that it is not a member of. Lists travel as JSON the first time and as an 8-byte hash of it from then on:
+a step that repeats costs each rank nine bytes to the coordinator and nine bytes back.
 
 A request consists of a name and terms. Many requests of a list share their terms, which travel once per message. A list that
 is new, which is always so for unnamed operations, therefore costs little more than its names.
@@ -15,12 +15,12 @@ import functools
 import json
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
 Key = tuple[int, str, str]
@@ -33,6 +33,10 @@ HASH_BYTES = 8
 def short_hash(data: bytes) -> bytes:
     # Not Python's hash(), which is different in every process.
     return blake2b(data, digest_size=HASH_BYTES).digest()
+
+
+def _to_json(content: list[Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 ITEM_BYTES = {
@@ -115,58 +119,32 @@ def _terms_from_list(values: list[Any]) -> Terms:
     )
 
 
-def _of_terms(name: str) -> Any:
-    return property(attrgetter(f"terms.{name}"))
-
-
-class Request:
+class Request(NamedTuple):
     """One rank's announcement of an operation: its terms under a name."""
 
-    # A step makes thousands of requests: the fields of the terms are read through, not copied.
-    __slots__ = ("key", "name", "terms")
-    kind: str = _of_terms("kind")
-    process_set: int = _of_terms("process_set")
-    dtypes: tuple[str, ...] = _of_terms("dtypes")
-    shapes: tuple[Shape, ...] = _of_terms("shapes")
-    op: int = _of_terms("op")
-    root: int = _of_terms("root")
-    prescale: float = _of_terms("prescale")
-    postscale: float = _of_terms("postscale")
-    splits: tuple[int, ...] = _of_terms("splits")
-    device: str = _of_terms("device")
-    wire: str = _of_terms("wire")
-    keeps_error: bool = _of_terms("keeps_error")
-    is_grouped: bool = _of_terms("is_grouped")
-    repeats: bool = _of_terms("repeats")
+    name: str
+    terms: Terms
 
-    def __init__(self, kind: str, name: str, *rest: Any, **more: Any) -> None:
+    @staticmethod
+    def of(kind: str, name: str, *rest: Any, **more: Any) -> "Request":
         """`rest` and `more`: the other fields of Terms."""
-        self.terms = terms = terms_of(kind, *rest, **more)
-        self.name = name
-        self.key: Key = (terms.process_set, terms.kind, name)
+        return Request(name, terms_of(kind, *rest, **more))
 
-    @classmethod
-    def under(cls, name: str, terms: Terms) -> "Request":
-        """Returns a request with terms that exist already."""
-        # Not through __init__, which would look up the terms again: a message may hold a thousand requests.
-        request = cls.__new__(cls)
-        request.terms = terms
-        request.name = name
-        request.key = (terms.process_set, terms.kind, name)
-        return request
+    def __getattr__(self, name: str) -> Any:
+        # A step makes thousands of requests: the fields of the terms are read through, not copied.
+        return getattr(self.terms, name)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Request) and self.name == other.name and self.terms == other.terms
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __repr__(self) -> str:
-        return f"Request({self.full_name!r}, {self.terms!r})"
+    @property
+    def key(self) -> Key:
+        return (self.terms.process_set, self.terms.kind, self.name)
 
     @property
     def full_name(self) -> str:
         return f"{self.kind}.{self.name}"
+
+
+JOIN = Request.of("join", "join", repeats=False)
+"""Announces that a rank has no more data. The answer, once all ranks have joined, is a Response without requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +186,8 @@ class Answer:
         # The few terms that a thousand requests share are asked, not the requests.
         terms = distinct_terms([request for response in responses for request in response.requests])
         self.repeats = all(each.repeats for each in terms)
-        self.is_global = not any(each.process_set for each in terms)
         self.payloads: list[bytes] = []
         """The tensors of every rank, where they were small enough to travel with the requests; else empty."""
-
-    def for_rank(self, rank: int, process_sets: Mapping[int, Sequence[int]]) -> "Answer":
-        """Selects the responses of the process sets that the rank is a member of."""
-        # The usual case: no copy, and one digest, computed once, serves all ranks.
-        if self.is_global:
-            return self
-        return Answer([response for response in self.responses if rank in process_sets.get(response.process_set, ())])
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -279,7 +249,7 @@ class Receiver:
         if forgets:
             self._known.clear()
         terms = [_terms_from_list(values) for values in all_terms]
-        items: list[Any] = [Request.under(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
+        items: list[Any] = [Request(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
         if cuts:
             items = _cut(items, cuts)
         if remembers:
@@ -309,7 +279,3 @@ def digest_of_all(requests: Sequence[Request]) -> bytes:
     lengths = array("Q", map(len, names)).tobytes()
     terms = b"".join([request.terms.digest for request in requests])
     return short_hash(b"%d;%s%s%s" % (len(names), lengths, terms, "".join(names).encode(errors="surrogatepass")))
-
-
-def _to_json(content: list[Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()

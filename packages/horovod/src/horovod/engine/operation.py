@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from horovod.common.exceptions import DUPLICATE_NAME, HorovodInternalError
-from horovod.engine.messages import Key, Request, Response
+from horovod.engine.messages import JOIN, Key, Request, Response
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class OperationRunner(Protocol):
 
 
 class InFlight:
-    """Operations by key that are not done yet, and the join of this rank if it has announced one.
+    """Operations by key that are not done yet.
 
     `lock` is the controller's lock. Any thread adds operations; the engine thread finishes them, and so does a thread that
     closes the controller, possibly while the engine thread still runs one of them: the first to finish an operation decides
@@ -68,29 +68,18 @@ class InFlight:
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self._operations: dict[Key, Operation] = {}
-        self._join: Operation | None = None
         self.closed = ""
         """Why no operation is possible any more; empty while operations are possible. Any thread reads it without `lock`."""
 
     # -- the caller holds `lock` ----------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._operations)
 
     def add(self, operation: Operation) -> None:
         """Adds an operation; HorovodInternalError after close(), ValueError if one of the same name is under way."""
         if self.closed:
             raise HorovodInternalError(self.closed)
         # Two operations of one name could not be told apart by the other ranks. Horovod refuses this with the same text.
-        if operation.request.key in self._operations:
+        if self._operations.setdefault(operation.request.key, operation) is not operation:
             raise ValueError(DUPLICATE_NAME)
-        self._operations[operation.request.key] = operation
-
-    def add_join(self, operation: Operation) -> None:
-        """Adds the join of this rank; HorovodInternalError after close()."""
-        if self.closed:
-            raise HorovodInternalError(self.closed)
-        self._join = operation
 
     def close(self, reason: str) -> None:
         """Refuses all later operations; fail_all() fails those that are under way. The reason of the first call stays."""
@@ -139,8 +128,8 @@ class InFlight:
                 operation.on_done()
 
     def finish_join(self, last_joined: int) -> None:
-        """Finishes this rank's join: all ranks have joined."""
-        join, self._join = self._join, None
+        """Finishes this rank's join, if it has announced one: all ranks have joined."""
+        join = self.get(JOIN.key)
         if join is not None:
             join.result = last_joined
         self.finish([join], "")
@@ -148,6 +137,5 @@ class InFlight:
     def fail_all(self) -> None:
         """Fails everything that is under way with the reason of close()."""
         with self._lock:
-            operations = [*self._operations.values(), self._join]
-            self._join = None
+            operations = list(self._operations.values())
         self.finish(operations, self.closed)

@@ -38,6 +38,8 @@ from torch.utils.dlpack import from_dlpack
 
 from horovod.collectives.handles import fetch
 from horovod.common.basics import _basics
+from horovod.common.exceptions import HorovodInternalError
+from horovod.engine.job import current
 from horovod.engine.operation import Operation
 
 try:
@@ -94,12 +96,31 @@ def run(calls: Sequence[Call]) -> list[list[Any]]:
     return _run_eagerly(calls) if tf.executing_eagerly() else _run_in_graph(calls)
 
 
+class CollectiveFailedError(HorovodInternalError, tf.errors.FailedPreconditionError):
+    """A HorovodInternalError that scripts may also catch as TensorFlow's error, as Horovod raises it."""
+
+    def __init__(self, message: str) -> None:
+        tf.errors.FailedPreconditionError.__init__(self, None, None, message)
+
+
+class WrongArgumentError(ValueError, tf.errors.InvalidArgumentError):
+    """A ValueError that scripts may also catch as TensorFlow's error, as Horovod raises it."""
+
+    def __init__(self, message: str) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, message)
+
+
 def _run_eagerly(calls: Sequence[Call]) -> list[list[Any]]:
-    inputs = [[to_torch(tensor) for tensor in call.inputs] for call in calls]
-    handles = _submit_calls(calls, inputs)
+    try:
+        handles = _submit_calls(calls, [[to_torch(tensor) for tensor in call.inputs] for call in calls])
+        results = _fetch_results(calls, handles)
+    except HorovodInternalError as error:
+        raise CollectiveFailedError(str(error)) from error
+    except ValueError as error:
+        raise WrongArgumentError(str(error)) from error
     return [
-        [to_tensorflow(result, dtype) for result, dtype in zip(results, call.dtypes, strict=True)]
-        for call, results in zip(calls, _fetch_results(calls, handles), strict=True)
+        [to_tensorflow(result, dtype) for result, dtype in zip(found, call.dtypes, strict=True)]
+        for call, found in zip(calls, results, strict=True)
     ]
 
 
@@ -126,7 +147,7 @@ def _independent(tensor: Any) -> Any:
 
 def _submit_calls(calls: Sequence[Call], inputs: Sequence[list[Tensor]]) -> list[int]:
     """Submits the calls together and returns their handles."""
-    with _basics.job().controller.together():
+    with current.running().controller.together():
         return [call.submit(given) for call, given in zip(calls, inputs, strict=True)]
 
 
@@ -194,7 +215,7 @@ def _add_nodes(calls: Sequence[Call]) -> list[Any]:
     def submit(*arrays: Any) -> Any:
         ticket = next(_tickets)
         handles = _started[ticket] = _submit(calls, counts, arrays)
-        num_finished, job = itertools.count(1), _basics.job()
+        num_finished, job = itertools.count(1), current.running()
 
         def one_is_done() -> None:
             # next() is one step of the interpreter: this thread and the engine thread may both be here.

@@ -7,8 +7,7 @@ import tensorflow as tf
 import torch
 
 from horovod.collectives.allreduce import _enqueue_allreduce
-from horovod.collectives.alltoall import alltoall_async
-from horovod.collectives.broadcast import _enqueue_broadcast
+from horovod.collectives.exchanges import _enqueue_broadcast, alltoall_async
 from horovod.collectives.handles import ReductionOptions, enqueue, handle_average_backwards_compatibility
 from horovod.collectives.reducescatter import _enqueue_reducescatter
 from horovod.common.basics import _basics

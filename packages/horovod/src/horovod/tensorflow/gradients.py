@@ -2,14 +2,13 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from horovod.collectives.handles import ReductionOptions
+from horovod.collectives.handles import ReductionOptions, groups_of_options
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average
 from horovod.tensorflow.bridge import at_run_time, not_rewritten
@@ -77,26 +76,12 @@ def reducer_of(
     **_: Any,
 ) -> "GradientReducer":
     """Returns the reducer for the options of a tape or an optimizer; options that do not concern it are left out."""
-    groups = _checked_groups(op, gradient_predivide_factor, num_groups, groups)
+    groups = groups_of_options(op, gradient_predivide_factor, num_groups, groups, stacklevel=4)
+    if groups is not None and not (isinstance(groups, list) or groups > 0):
+        raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
     return GradientReducer(
         name, compression, sparse_as_dense, op, gradient_predivide_factor, groups, process_set, scale_local_gradients
     )
-
-
-def _checked_groups(op: int, gradient_predivide_factor: float, num_groups: int, groups: Any) -> Any:
-    """Returns `groups` after the checks that Horovod makes for the tape and all optimizers."""
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
-            DeprecationWarning,
-            stacklevel=5,
-        )
-        groups = num_groups if groups is None else groups
-    if groups is not None and not (isinstance(groups, list) or groups > 0):
-        raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
-    return groups
 
 
 def variable_key(variable: Any) -> int:

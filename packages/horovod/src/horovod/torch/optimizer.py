@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod.collectives.allgather import sparse_allreduce_async
 from horovod.collectives.allreduce import _enqueue_allreduce, allreduce_async_, grouped_allreduce_async_
-from horovod.collectives.handles import ReductionOptions, synchronize
+from horovod.collectives.compression import Compression, wire_of
+from horovod.collectives.exchanges import sparse_allreduce_async
+from horovod.collectives.handles import ReductionOptions, groups_of_options, synchronize
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.job import current
 from horovod.engine.kinds import Adasum, Average, Sum
-from horovod.torch.compression import Compression, wire_of
 from horovod.torch.functions import broadcast_object
 from horovod.torch.gradient_batches import GradientBatches
 from megaclass_launch.even_parts import even_part
@@ -189,7 +190,7 @@ class _DistributedOptimizer(DistributedBase):
         self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
         self._num_ready: dict[tuple[Tensor, ...], int] = {}
         self._is_reducing = bool(process_set.included()) and _basics.size() > 1
-        self._batches = GradientBatches(_basics.job().settings.fusion_threshold)
+        self._batches = GradientBatches(current.running().settings.fusion_threshold)
         if self._is_reducing:
             if self._groups is not None:
                 self._form_groups()
@@ -260,7 +261,7 @@ class _DistributedOptimizer(DistributedBase):
 
     def _submit_together(self, parameters: list[Tensor]) -> None:
         if parameters:
-            with _basics.job().controller.together():
+            with current.running().controller.together():
                 for parameter in parameters:
                     self._handles[parameter] = self._reduce(parameter)
 
@@ -477,16 +478,7 @@ def DistributedOptimizer(
         raise TypeError(
             f"This {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain optimizer, once."
         )
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        if groups is None:
-            groups = num_groups
+    groups = groups_of_options(op, gradient_predivide_factor, num_groups, groups, stacklevel=2)
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     is_adasum = op == Adasum and _basics.size() > 1

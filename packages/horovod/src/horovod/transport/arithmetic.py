@@ -57,16 +57,10 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
 def finish_(tensor: Tensor, op: int, postscale: float, num_members: int) -> Tensor:
     """Applies in place what comes after the reduction: the scale and, for averages, the division."""
     scale_(tensor, postscale)
-    return _divide_(tensor, num_members) if op == Average else tensor
-
-
-def _divide_(tensor: Tensor, divisor: int) -> Tensor:
-    if tensor.is_floating_point():
-        # A multiplication by a power of two gives the same bits in less time.
-        is_power_of_two = divisor & (divisor - 1) == 0
-        return tensor.mul_(1 / divisor) if is_power_of_two else tensor.div_(divisor)
+    if op != Average:
+        return tensor
     # Horovod averages integers by a factor in float64, and truncates.
-    return tensor.div_(divisor, rounding_mode="trunc")
+    return tensor.div_(num_members, rounding_mode=None if tensor.is_floating_point() else "trunc")
 
 
 # One call into torch for many tensors: one view and one copy per tensor from Python would take several times as long. torch
@@ -87,6 +81,9 @@ release_memory = _memory.release
 
 def empty_result(like: Tensor) -> Tensor:
     """Returns a tensor as torch.empty_like does, without a gradient and contiguous."""
+    if like.layout is not torch.strided:
+        # A sparse tensor, which enqueue() refuses with what to do instead.
+        return like
     num_bytes = like.numel() * like.element_size()
     if num_bytes < _LARGE_BYTES or num_bytes > _KEPT_BYTES // 2 or like.device.type != "cpu":
         return torch.empty_like(like, requires_grad=False, memory_format=torch.contiguous_format)

@@ -9,7 +9,7 @@ A cycle (the requests of one message) takes one of two ways:
     held     while nothing else is open, as its hash: once all ranks have sent the same hash, the previous answer is reused
     opened   otherwise, into the table: each operation waits for its other members
 
-pending_table.py is the table, comparison.py compares, fusion.py joins, stall_check.py looks for operations that wait too long.
+pending_table.py is the table and compares, fusion.py joins, stall_check.py looks for operations that wait too long.
 Only rank 0's engine thread calls the coordinator, so it needs no lock.
 """
 
@@ -18,10 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horovod.common.settings import Settings
-from horovod.engine.messages import Answer, Request, Response, distinct_terms
-from horovod.engine.rank0.comparison import respond
+from horovod.engine.messages import JOIN, Answer, Request, Response, distinct_terms
 from horovod.engine.rank0.fusion import fuse
-from horovod.engine.rank0.pending_table import PendingTable
+from horovod.engine.rank0.pending_table import PendingTable, respond
 from horovod.engine.rank0.stall_check import CROSSED_S, StallCheck
 
 
@@ -56,7 +55,8 @@ class Coordinator:
         While nothing else is open, a cycle is held until all ranks have sent theirs. If the hashes are equal and were answered
         before, the same answer is returned without a look at the single operations.
         """
-        if self._table.pending or self._table.joined or any(terms.process_set for terms in distinct_terms(requests)):
+        opens = any(terms.process_set or terms.kind == JOIN.kind for terms in distinct_terms(requests))
+        if opens or self._table.pending or self._table.joined:
             self._open_held()
             self._table.open(rank, requests, now)
             return self._take()
@@ -100,12 +100,6 @@ class Coordinator:
             self._answers.clear()
         if self._settings.cache_capacity:
             self._answers[digest] = answer
-
-    def join(self, rank: int) -> Answer | None:
-        """Receives the message that a rank has no more data; returns the responses that became ready."""
-        self._open_held()
-        self._table.join(rank)
-        return self._take()
 
     def _open_held(self) -> None:
         """Moves the operations of all held cycles into the table."""

@@ -29,8 +29,7 @@ from horovod.tensorflow.functions import (
 )
 from horovod.tensorflow.keras import callbacks, elastic
 from horovod.tensorflow.keras.optimizer import *
-from horovod.tensorflow.keras.values import *
 
 if not _typing.TYPE_CHECKING:
     # Type checkers take every name of this module that has no underscore.
-    __all__ = [name for name in globals() if not name.startswith("_") and name not in ("optimizer", "values")]
+    __all__ = [name for name in globals() if not name.startswith("_") and name != "optimizer"]
