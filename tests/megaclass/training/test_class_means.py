@@ -23,7 +23,7 @@ from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder
 from megaclass.training.run.run import open_run
 from megaclass.training.start.initial_weights import load_initial_weights
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.errors import ConfigError, UserError
 from megaclass_launch.world import World
 
@@ -185,7 +185,7 @@ def _train(values, beginning):
     said = io.StringIO()
     with contextlib.redirect_stderr(said), ExitStack() as held:
         context = RankContext(
-            config=load_config_values(values, where="test"), world=this_world(), mode=beginning, held=held
+            config=load_config_values(values, where="test"), world=this_world(), mode=beginning, lock=FolderLock(held)
         )
         train_in_group(context, CPU)
     return said.getvalue()

@@ -178,7 +178,9 @@ class AskedLoader:
 def ask_loaders(rank_pid: int) -> list[AskedLoader]:
     """Asks the loader processes of a rank for their stacks; waits for nothing."""
     asked = []
-    for pid in children_of(rank_pid):
+    children = children_of(rank_pid)
+    # A rank starts its loader processes through a server, which then is their parent.
+    for pid in (*children, *(one for child in children for one in children_of(child))):
         if (file := _stacks_file(pid)) is None:
             continue
         with contextlib.suppress(OSError):

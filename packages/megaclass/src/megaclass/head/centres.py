@@ -1,6 +1,7 @@
 """The class centres of one rank and their optimizer state, row for row."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,39 @@ from megaclass.head.counter_random import (
     round_stochastically,
     stream_keys,
 )
-from megaclass.head.overwrite_check import OverwriteCheck
+from megaclass.head.faults import OverwriteCheck
 from megaclass.head.problem import take_rows, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
-from megaclass.head.shards import ClassRange
 from megaclass.keyed_random import Stream
+from megaclass_launch.even_parts import even_part
 
 STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 # As in InsightFace. Only directions enter the loss, but the length scales the first steps: gradients are divided by it.
 _INITIAL_DEVIATION = 0.01
 # Numbers drawn at once: on a CPU the block stays in the cache of a core, on a GPU it fills all multiprocessors.
 _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRange:
+    """Classes [start, stop) of one rank."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def class_range(num_classes: int, rank: int, world_size: int) -> ClassRange:
+    """Returns the classes of a rank: contiguous ranges of nearly equal size, by the rule of InsightFace's checkpoints."""
+    if num_classes < world_size:
+        raise HeadError(
+            f"{num_classes} classes cannot be cut over {world_size} ranks: every rank needs at least one class. "
+            f"Use at most {num_classes} ranks."
+        )
+    part = even_part(num_classes, rank, world_size)
+    return ClassRange(part.start, part.stop)
 
 
 class Centres:
