@@ -91,18 +91,19 @@ class _Basics:
             worker.rendezvous(self.why_joining)
             # Every generation has a store of its own.
             self._rendezvous = Rendezvous()
-            own = OwnConnections()
-            worker.when_broken(partial(_joined, own))
+            own, has_left = OwnConnections(), threading.Event()
+            worker.when_broken(partial(_end_generation, own, has_left))
             try:
                 job = self._start_once(ranks, wanted)
             except (UserError, RuntimeError) as error:
                 # Most likely another member is gone, and the driver forms a generation without it.
                 failure, self.why_joining = error, Why.FAILED
+                has_left.set()
                 worker.failed(str(error))
                 own.end()
             else:
                 own.note_sockets()
-                job.connections, self.why_joining = own, Why.START
+                job.connections, job.has_left, self.why_joining = own, has_left, Why.START
                 return job
         assert failure is not None
         raise failure
@@ -168,6 +169,7 @@ class _Basics:
     def _leave(self) -> None:
         job, current.job = current.job, None
         if job is not None:
+            job.has_left.set()
             job.close()
             release_memory()
 
@@ -251,20 +253,25 @@ class _Basics:
         return torch.version.hip is not None
 
 
-def _joined(own: OwnConnections) -> None:
-    """Makes everything fail that waits for another member of the generation, also while it is being joined."""
-    own.end()
-    close_listeners()
-    job = current.job
-    if job is None or job.connections is not own:
-        return
-    # Operations on GPUs wait in NCCL's kernels, which no closed connection ends.
-    job.sets.abort()
-    # The engine thread mostly learns at once which rank is gone. Whatever it may hang in, no thread waits longer than this.
+def _end_generation(own: OwnConnections, has_left: threading.Event) -> None:
+    """Makes everything fail that waits for another member of the generation, until this process has left it.
+
+    The news may come while the generation is still being joined: connections that are made later are ended as well, and the
+    time limit holds for the job that init() is about to return.
+    """
     ends_at = time.monotonic() + _BROKEN_S
-    while not job.controller.closed and time.monotonic() < ends_at:
-        time.sleep(_TICK_S)
-    job.controller.fail("A member of this generation of the elastic job is gone.")
+    while not has_left.is_set():
+        own.end()
+        close_listeners()
+        job = current.job
+        if job is not None and job.connections is own:
+            # Operations on GPUs wait in NCCL's kernels, which no closed connection ends.
+            job.sets.abort()
+            # The engine thread mostly learns at once which rank is gone. Whatever it may hang in, no thread waits longer.
+            if job.controller.closed or time.monotonic() >= ends_at:
+                job.controller.fail("A member of this generation of the elastic job is gone.")
+                return
+        has_left.wait(_TICK_S)
 
 
 def _import_before_ready() -> None:
