@@ -42,26 +42,13 @@ def _enqueue_allreduce(
     *,
     is_grouped: bool = False,
 ) -> int:
-    op, prescale, postscale, process_set, wire, keeps_error = options
-    if checked_op(op) == Adasum:
-        if process_set is not global_process_set:
+    if checked_op(options.op) == Adasum:
+        if options.process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         for tensor in tensors:
             if not tensor.is_floating_point():
                 raise ValueError(f"Tensor type {tensor.type()} is not supported by Adasum.")
-    return enqueue(
-        "allreduce",
-        tensors,
-        outputs,
-        name,
-        process_set,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        wire=wire,
-        keeps_error=bool(wire) and keeps_error,
-        is_grouped=is_grouped,
-    )
+    return enqueue("allreduce", tensors, outputs, name, options.process_set, reduction=options, is_grouped=is_grouped)
 
 
 def allreduce_async(

@@ -75,6 +75,9 @@ class ReductionOptions(NamedTuple):
     """True if the rounding error of a compressed tensor is added to the next tensor of the same name."""
 
 
+_NO_REDUCTION = ReductionOptions(op=-1)
+
+
 def enqueue(
     kind: str,
     tensors: Sequence[Tensor],
@@ -82,13 +85,9 @@ def enqueue(
     name: str | None,
     process_set: ProcessSet,
     *,
-    op: int = -1,
+    reduction: ReductionOptions | None = None,
     root: int = -1,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
     splits: tuple[int, ...] = (),
-    wire: str = "",
-    keeps_error: bool = False,
     is_grouped: bool = False,
 ) -> int:
     """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
@@ -98,6 +97,7 @@ def enqueue(
         _check_membership(kind, job, process_set)
     for tensor in tensors:
         check_tensor(kind, tensor)
+    op, prescale, postscale, _, wire, keeps_error = reduction or _NO_REDUCTION
     # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
     inputs = [tensor.data for tensor in tensors]
     # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
@@ -114,7 +114,7 @@ def enqueue(
         splits,
         "cpu" if not inputs or inputs[0].is_cpu else inputs[0].device.type,
         wire,
-        keeps_error and name is not None,
+        bool(wire) and keeps_error and name is not None,
         is_grouped,
         name is not None,
     )

@@ -21,17 +21,7 @@ def _enqueue_reducescatter(
 ) -> int:
     if checked_op(options.op) not in (Average, Sum):
         raise HorovodInternalError("Reducescatter currently only supports SUM and AVERAGE.")
-    return enqueue(
-        "reducescatter",
-        tensors,
-        None,
-        name,
-        options.process_set,
-        op=options.op,
-        prescale=options.prescale,
-        postscale=options.postscale,
-        is_grouped=is_grouped,
-    )
+    return enqueue("reducescatter", tensors, None, name, options.process_set, reduction=options, is_grouped=is_grouped)
 
 
 def reducescatter_async(

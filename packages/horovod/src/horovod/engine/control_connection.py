@@ -9,7 +9,6 @@ ControlConnection wraps such a socket for the messages of the negotiation.
 
 import contextlib
 import hmac
-import json
 import secrets
 import selectors
 import socket
@@ -19,6 +18,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from megaclass_launch.errors import LaunchError
 
@@ -109,22 +109,13 @@ class ControlConnection:
         self._socket.close()
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """The address of a listening rank, and the token from which callers derive the key of their proof."""
 
     address: str
     port: int
     token: str
     """Random. In a job without a secret, it still keeps out strangers who cannot read the job's store."""
-
-    def to_json(self) -> str:
-        return json.dumps([self.address, self.port, self.token])
-
-    @staticmethod
-    def from_json(text: bytes) -> "Endpoint":
-        address, port, token = json.loads(text)
-        return Endpoint(str(address), int(port), str(token))
 
     def key(self, secret: bytes) -> bytes:
         return hmac.digest(secret, self.token.encode(), "sha256")

@@ -200,11 +200,11 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     elif rank == 0:
         # On one machine at loopback, which no other host reaches.
         listener = AuthenticatedListener("127.0.0.1" if is_one_machine else _own_address(world), secret)
-        signed.set("endpoint", listener.endpoint.to_json())
+        signed.set("endpoint", json.dumps(listener.endpoint))
         arrived = listener.accept_ranks(range(1, size), settings.start_timeout_s)
         connections = {peer: ControlConnection(connection) for peer, connection in arrived.items()}
     else:
-        endpoint = Endpoint.from_json(signed.get("endpoint"))
+        endpoint = Endpoint(*json.loads(signed.get("endpoint")))
         connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         connections = {0: ControlConnection(connection)}
     uses_nccl = _has_gpu_per_rank([str(entry["machine"]) for entry in entries], [entry["gpus"] for entry in entries])

@@ -66,10 +66,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> _typing.Any:
     return None if _tf.compat.v1.executing_eagerly_outside_functions() else answer.op
 
 
-def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Returns whether the number is a power of two. Adasum works with any number of ranks here."""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0
-
+# Adasum works with any number of ranks here.
+from horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 
 if not _typing.TYPE_CHECKING:
     # Type checkers take every name of this module that has no underscore.

@@ -131,13 +131,9 @@ def broadcast_object(
     name = name if name is not None else _object_name(process_set)
     envelope = _Envelope(name, process_set)
     # The length is broadcast first: the other ranks need it to receive the object.
-    if is_root:
-        data = envelope.sealed(obj, root_rank)
-        length = torch.tensor([data.numel()], dtype=torch.int64)
-        broadcast_(length, root_rank, f"{name}.sz", process_set)
-    else:
-        length = torch.zeros(1, dtype=torch.int64)
-        broadcast_(length, root_rank, f"{name}.sz", process_set)
+    data = envelope.sealed(obj, root_rank) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.t", process_set)
     return obj if is_root else envelope.opened(data, root_rank)
