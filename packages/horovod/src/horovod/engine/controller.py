@@ -43,7 +43,7 @@ import torch
 from horovod.common.exceptions import SHUT_DOWN, HorovodInternalError
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import ControlConnection
-from horovod.engine.messages import Response
+from horovod.engine.messages import JOIN, Response
 from horovod.engine.negotiation import Agreed, Negotiation, OtherRankNegotiation, Rank0Negotiation
 from horovod.engine.operation import InFlight, Operation, OperationRunner
 from horovod.engine.stopping import STOP_KINDS, Stopping
@@ -273,6 +273,7 @@ class Controller:
             if self._in_flight.closed:
                 return
             if response.last_joined >= 0:
+                self._timeline.negotiated([JOIN.full_name])
                 self._in_flight.finish_join(response.last_joined)
             # An operation of a set that this rank is not a member of does not concern it.
             elif self._rank in self.process_sets.get(response.process_set, ()):
