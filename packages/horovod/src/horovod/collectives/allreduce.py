@@ -16,7 +16,7 @@ from horovod.collectives.handles import (
     enqueue,
     group_of,
     handle_average_backwards_compatibility,
-    synchronize,
+    waited,
 )
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum
@@ -95,14 +95,14 @@ def allreduce_(
     """Combines the tensor over ranks in place and returns it."""
     op = handle_average_backwards_compatibility(op, average)
     arguments = (name, op, prescale_factor, postscale_factor, process_set)
-    result: Tensor = synchronize(allreduce_async_(tensor, None, *arguments))
+    result: Tensor = waited(lambda: allreduce_async_(tensor, None, *arguments))
     return result
 
 
 def combine(is_grouped: bool, name: str | None, options: ReductionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Combines the tensors into new ones, which it waits for."""
     outputs = tuple([empty_result(tensor) for tensor in tensors])
-    synchronize(_enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped))
+    waited(lambda: _enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped))
     return outputs
 
 
@@ -204,7 +204,7 @@ def grouped_allreduce_(
     """Combines each tensor of the list over ranks in place and returns them."""
     op = handle_average_backwards_compatibility(op, average)
     arguments = (name, op, prescale_factor, postscale_factor, process_set)
-    result: tuple[Tensor, ...] = synchronize(grouped_allreduce_async_(tensors, None, *arguments))
+    result: tuple[Tensor, ...] = waited(lambda: grouped_allreduce_async_(tensors, None, *arguments))
     return result
 
 

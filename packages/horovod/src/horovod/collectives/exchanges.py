@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod.collectives.allreduce import allreduce, grouped_allreduce
-from horovod.collectives.handles import enqueue, fetch, group_of, synchronize
+from horovod.collectives.handles import enqueue, group_of, synchronize, waited
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.job import current
@@ -46,8 +46,10 @@ class HorovodAllgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, is_grouped: bool, *tensors: Tensor) -> Any:
         ctx.process_set = process_set
-        handle = enqueue("allgather", tensors, None, name, process_set, is_grouped=is_grouped)
-        outputs, ctx.sizes = fetch(handle, lambda operation: (tuple(operation.outputs), operation.sizes))
+        outputs, ctx.sizes = waited(
+            lambda: enqueue("allgather", tensors, None, name, process_set, is_grouped=is_grouped),
+            lambda operation: (tuple(operation.outputs), operation.sizes),
+        )
         return outputs
 
     @staticmethod
@@ -139,7 +141,7 @@ class HorovodBroadcast(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         ctx.root_rank = root_rank
         ctx.process_set = process_set
-        result: Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        result: Tensor = waited(lambda: broadcast_async(tensor, root_rank, name, process_set))
         return result
 
     @staticmethod
@@ -167,7 +169,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrites the tensor with the root's and returns it. `root_rank` is the global rank."""
-    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    result: Tensor = waited(lambda: broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
 
@@ -215,7 +217,7 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
-        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        output, received = waited(lambda: alltoall_async(tensor, splits, name, process_set))
         ctx.process_set = process_set
         ctx.received = received
         ctx.shape = tensor.shape

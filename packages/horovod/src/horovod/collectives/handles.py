@@ -5,7 +5,7 @@ the Operation. synchronize() waits for the Operation and forgets the handle.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -183,6 +183,14 @@ def poll(handle: int) -> bool:
     return bool(operation.is_done)
 
 
+def waited(start: Callable[[], int], pick: Callable[[Operation], Any] | None = None) -> Any:
+    """Starts an operation and waits for it; returns its result, or `pick(operation)`."""
+    # Together: the engine thread is woken once, when there is no more to wait for.
+    with current.running().controller.together():
+        handle = start()
+    return fetch(handle, pick or _result)
+
+
 def synchronize(handle: int) -> Any:
     """Waits for the operation and returns its result: a tensor or a tuple of tensors; None for an unknown handle."""
     return fetch(handle, _result)
@@ -249,4 +257,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
     number = current.running().next_barrier(process_set.process_set_id)
-    synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set))
+    waited(lambda: enqueue("barrier", [], None, f"barrier.{number}", process_set))

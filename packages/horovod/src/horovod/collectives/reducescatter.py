@@ -8,7 +8,7 @@ from torch import Tensor
 
 from horovod.collectives.compression import Compression, is_scaled
 from horovod.collectives.exchanges import grouped_allgather
-from horovod.collectives.handles import ReductionOptions, checked_op, enqueue, fetch, group_of
+from horovod.collectives.handles import ReductionOptions, checked_op, enqueue, group_of, waited
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Average, Sum
@@ -45,8 +45,10 @@ class HorovodReducescatter(torch.autograd.Function):
         # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
         num_ranks = (options.process_set.size() or 1) if options.op == Sum else 1
         ctx.factor = options.prescale * options.postscale * num_ranks
-        handle = _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped)
-        return fetch(handle, lambda operation: tuple(operation.outputs))
+        return waited(
+            lambda: _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped),
+            lambda operation: tuple(operation.outputs),
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 Shape = tuple[int, ...]
 Key = tuple[int, str, str]
@@ -119,11 +119,16 @@ def _terms_from_list(values: list[Any]) -> Terms:
     )
 
 
-class Request(NamedTuple):
+class Request:
     """One rank's announcement of an operation: its terms under a name."""
 
-    name: str
-    terms: Terms
+    # A step makes thousands of requests: fields of the terms are read through, not copied, and the key is made once.
+    __slots__ = ("key", "name", "terms")
+
+    def __init__(self, name: str, terms: Terms) -> None:
+        self.name = name
+        self.terms = terms
+        self.key: Key = (terms.process_set, terms.kind, name)
 
     @staticmethod
     def of(kind: str, name: str, *rest: Any, **more: Any) -> "Request":
@@ -131,12 +136,13 @@ class Request(NamedTuple):
         return Request(name, terms_of(kind, *rest, **more))
 
     def __getattr__(self, name: str) -> Any:
-        # A step makes thousands of requests: the fields of the terms are read through, not copied.
         return getattr(self.terms, name)
 
-    @property
-    def key(self) -> Key:
-        return (self.terms.process_set, self.terms.kind, self.name)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Request) and self.key == other.key and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @property
     def full_name(self) -> str:

@@ -51,7 +51,7 @@ class PendingTable:
     def open(self, rank: int, requests: Iterable[Request], now: float) -> None:
         """Enters the announcements of a rank."""
         for request in requests:
-            if request == JOIN:
+            if request.terms.kind == JOIN.terms.kind:
                 self._join(rank)
                 continue
             pending = self.pending.get(request.key)
