@@ -1,6 +1,5 @@
 """run(): a function on every rank, here and on other hosts; its results, its errors, and nothing left behind."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -110,10 +109,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(
-    importlib.util.find_spec("megaclass_launch.elastic.elastic_run") is not None,
-    reason="this launcher passes functions to jobs of a fixed size only",
-)
 def test_an_elastic_job_returns_the_results_of_the_ranks_that_it_ends_with(tmp_path):
     script, hosts = tmp_path / "script.py", tmp_path / "hosts.sh"
     script.write_text(_ELASTIC_SCRIPT)

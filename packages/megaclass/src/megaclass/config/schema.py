@@ -316,6 +316,9 @@ class TrainConfig:
     init_centres: str | None = field(default=None, metadata=MAY_CHANGE)
     """Initial centres: a checkpoint or run folder, a folder of checkpoint_gpu_N.pt or N_centers.param, or class_means."""
 
+    mean_weight: float | None = field(default=None, metadata=MAY_CHANGE | within("in [0, 1000]"))
+    """After the last step, turn centres to (centre + this * mean of its images), one pass; unset: 2 if sampled, else 0."""
+
     def __post_init__(self) -> None:
         _require_ranges("train", self)
         _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder, such as train.run_dir=runs/first")

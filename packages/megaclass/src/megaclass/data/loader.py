@@ -182,6 +182,28 @@ class BatchLoader:
         stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
         return self._from_device(first, stop) if self.is_resident else self._read(self._reader, first, stop)
 
+    def once(self, global_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields this rank's part of every image once, in the order of the source: uint8 images (B, 3, H, W) and labels (B,).
+
+        Unreadable images are left out: a replacement would count twice for its own class.
+        """
+        plan = replace(self._reader.plan, order="file", global_batch=global_batch)
+        reader = BatchReader(self.source, plan, self.bad_images.add_bad)
+        reader.crashes = self._reader.crashes
+        steps = reader.order.steps_per_epoch
+        for batch in (
+            self._read(reader, 0, steps) if self._resident is None else self._from_device(0, steps, reader.order)
+        ):
+            wanted_B = rank_batch(reader.order, 0, batch.step, self.rank, self.world_size)
+            is_wanted_B = torch.from_numpy(batch.indices == wanted_B)
+            if bool(is_wanted_B.all()):
+                yield batch.images, batch.labels
+            else:
+                yield (
+                    batch.images[is_wanted_B.to(batch.images.device)],
+                    batch.labels[is_wanted_B.to(batch.labels.device)],
+                )
+
     def load(self, epoch: int, step: int) -> Batch:
         """Returns one batch, decoded in the calling thread."""
         return self._load(self._reader, epoch, step)
@@ -227,12 +249,13 @@ class BatchLoader:
         finally:
             processes.close()
 
-    def _from_device(self, first: int, stop: int) -> Iterator[Batch]:
+    def _from_device(self, first: int, stop: int, order: Order | None = None) -> Iterator[Batch]:
+        order = order or self.order
         if self._resident is None:
             self._resident = self._load_all(self.device or torch.device("cpu"))
         for number in range(first, stop):
-            epoch, step = divmod(number, self.steps_per_epoch)
-            indices = rank_batch(self.order, epoch, step, self.rank, self.world_size)
+            epoch, step = divmod(number, order.steps_per_epoch)
+            indices = rank_batch(order, epoch, step, self.rank, self.world_size)
             images, labels, indices_B, index_tensor = self._resident.batch(indices)
             yield Batch(images, labels, indices_B, epoch, step, self._treatment(epoch, step), index_tensor)
 

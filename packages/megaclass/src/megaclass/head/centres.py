@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaclass.errors import HeadError
@@ -139,6 +140,20 @@ class Centres:
         self.overwrite_check.renew()
         num_given: Tensor = is_given_K.sum()
         return num_given
+
+    def turn_to_(self, directions_KD: Tensor, weight: float) -> None:
+        """Turns each centre to (its unit vector + weight * the unit direction); a zero direction leaves it. Lengths stay.
+
+        One centre per class. In blocks, because all centres once more would need as much memory again.
+        """
+        assert self.num_subcentres == 1
+        for rows_ND, directions_ND in zip(self.weight_RD.split(1 << 16), directions_KD.split(1 << 16), strict=True):
+            old_ND = rows_ND.to(directions_ND.dtype)
+            lengths_N = torch.linalg.vector_norm(old_ND, dim=1, keepdim=True)
+            turned_ND = F.normalize(old_ND) + weight * F.normalize(directions_ND)
+            is_given_N = (directions_ND != 0).any(dim=1, keepdim=True)
+            rows_ND.copy_((F.normalize(turned_ND) * lengths_N).where(is_given_N, old_ND))
+        self.overwrite_check.renew()
 
     def cosines_to(self, unit_MD: Tensor) -> Tensor:
         """Returns the (K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""

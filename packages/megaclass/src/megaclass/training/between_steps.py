@@ -1,5 +1,6 @@
 """The work of the ranks between two steps, in this order.
 
+    place       centres move towards the means of their classes   after the last step
     evaluate    the accuracies of the weights as they are now     every train.evaluate_epochs
     report      a row of metrics, errors and signals of all ranks every train.report_steps, and before any other work
     commit      the state, into the memory of an elastic job      every train.commit_steps, and before a checkpoint
@@ -25,6 +26,7 @@ from megaclass.evaluation.protocol import Evaluator, SetResult
 from megaclass.evaluation.results import headline
 from megaclass.evaluation.sets import evaluate_sets, find_sets
 from megaclass.progress import Bar, bar_on_demand, no_bar, progress_bar
+from megaclass.training.class_means import place_centres
 from megaclass.training.commits import Change, Commits
 from megaclass.training.data_errors import DataErrors
 from megaclass.training.metrics import Meter, StepClock, check_finite
@@ -114,6 +116,8 @@ class BetweenSteps:
         # Loss and accuracies of this very step, or none: the best checkpoint is chosen by them.
         numbers: dict[str, float] = {}
         detail, self.results = "", None
+        if duties.is_last:
+            self._place_centres()
         if duties.is_evaluated:
             numbers = self._evaluate()
         if duties.is_reported:
@@ -123,9 +127,15 @@ class BetweenSteps:
             self._commits.step_done(self.done)
             if duties.is_committed and not self.stop:
                 self._commit()
+        if self.stop is Stop.EARLY:
+            self._place_centres()
         # When ranks leave, one may take along the only copy of another's centres.
         if duties.is_saved or self.stop or (self.is_regrouping and self._change.has_removals):
             self._save(numbers)
+
+    def _place_centres(self) -> None:
+        with self.meter.paused(), self.observer.long_work("class means"):
+            place_centres(self._run, self._model)
 
     def _evaluate(self) -> dict[str, float]:
         with self.meter.paused(), self.observer.long_work("evaluation"):
