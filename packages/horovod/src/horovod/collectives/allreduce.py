@@ -203,6 +203,7 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Combines each tensor of the list over ranks in place and returns them."""
     op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
     arguments = (name, op, prescale_factor, postscale_factor, process_set)
     result: tuple[Tensor, ...] = waited(lambda: grouped_allreduce_async_(tensors, None, *arguments))
     return result
