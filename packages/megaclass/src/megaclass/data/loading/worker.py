@@ -49,7 +49,6 @@ from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass_launch.errors import UserError
 from megaclass_launch.operating_system import readable
-from megaclass_launch.rank_status import give_loader_stacks, wait_for_work
 
 NO_IMAGE = -1
 _PAGE, _ALIGNED = 4096, 64
@@ -197,7 +196,7 @@ class Filler:
 
     def run(self, pieces: queue.SimpleQueue[Piece]) -> None:
         while True:
-            piece = wait_for_work(pieces.get)
+            piece = pieces.get()
             try:
                 num_resized = self._fill(piece)
                 # In packets, and before "done", so the rank judges the share of bad images with each of them.
@@ -227,7 +226,6 @@ def main(arguments: list[str]) -> None:
     for number in _IGNORED:
         # Ctrl-C reaches every process of the terminal; a worker that left would cost the batch that the rank still needs.
         signal.signal(number, signal.SIG_IGN)
-    give_loader_stacks()
     handle, memory, parent = map(int, arguments)
     connection = socket.socket(fileno=handle)
     settings = receive(connection)
@@ -241,7 +239,7 @@ def main(arguments: list[str]) -> None:
     ).start()
     # A killed rank has another parent adopt this process. Its socket may stay open in a process that the rank had forked.
     while os.getppid() == parent:
-        if not wait_for_work(lambda: readable([connection], _PARENT_CHECK_S)):
+        if not readable([connection], _PARENT_CHECK_S):
             continue
         message = receive(connection)
         if message is None:
