@@ -40,17 +40,29 @@ def speed(loader: BatchLoader, seconds: float) -> float:
     return number * BATCH / elapsed
 
 
-def in_processes(path: Path, num_processes: int, num_threads: int, seconds: float) -> float:
-    settings = LoaderSettings(path=str(path), num_processes=num_processes, num_threads=num_threads)
+def in_processes(path: Path, num_processes: int, seconds: float) -> float:
+    settings = LoaderSettings(path=str(path), num_processes=num_processes)
     source = open_source(path)
     loader = BatchLoader(source, global_batch=BATCH, processes=settings, device=DEVICE)
     return speed(loader, seconds)
 
 
+def first_batch_s(path: Path, num_processes: int) -> float:
+    """Seconds to the first batch; the fork server runs from the second time on."""
+    settings = LoaderSettings(path=str(path), num_processes=num_processes)
+    source = open_source(path)
+    begun = time.perf_counter()
+    batches = BatchLoader(source, global_batch=BATCH, processes=settings, device=DEVICE).batches(num_steps=10**9)
+    next(batches)
+    elapsed = time.perf_counter() - begun
+    batches.close()  # type: ignore[attr-defined]
+    return elapsed
+
+
 def check_same_bytes(path: Path) -> None:
     """What is measured must be right: the same batches as from one thread, wherever they are."""
     source = open_source(path)
-    settings = LoaderSettings(path=str(path), num_processes=3, num_threads=2)
+    settings = LoaderSettings(path=str(path), num_processes=3)
     there = BatchLoader(source, global_batch=BATCH, processes=settings, device=DEVICE).batches(num_steps=60)
     for batch, truth in zip(there, BatchLoader(source, global_batch=BATCH).batches(num_steps=60), strict=True):
         assert torch.equal(batch.images.cpu(), truth.images) and torch.equal(batch.labels.cpu(), truth.labels)
@@ -113,17 +125,12 @@ def main() -> None:
             alternative = bare(folder, num_processes, options.seconds)
             add(
                 "JPEG",
-                f"{num_processes} processes, 1 thread each",
-                in_processes(folder, num_processes, 1, options.seconds),
+                f"{num_processes} processes",
+                in_processes(folder, num_processes, options.seconds),
                 alternative,
             )
-        for num_processes, num_threads in ((1, 4), (1, 8), (2, 4), (4, 2), (4, 4), (8, 2)):
-            if num_processes * num_threads <= cores:
-                name = f"{num_processes} processes, {num_threads} threads each"
-                add("JPEG", name, in_processes(folder, num_processes, num_threads, options.seconds))
-        chosen = choose_processes(
-            str(folder), workers="auto", threads=1, device=torch.device("cuda"), num_local_ranks=1
-        )
+        first_s = [first_batch_s(folder, min(8, cores)) for _ in range(3)]
+        chosen = choose_processes(str(folder), workers="auto", device=torch.device("cuda"), num_local_ranks=1)
     assert chosen is not None
     title = (
         f"{datetime.date.today()}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'no GPU'}, {cores} CPU cores "
@@ -137,6 +144,9 @@ def main() -> None:
             f"data.workers = auto chooses {chosen.num_processes} processes here.",
             "",
             *lines,
+            "",
+            f"The first batch is there after {', '.join(f'{seconds:.1f}' for seconds in first_s)} s "
+            f"with {min(8, cores)} processes.",
             "",
         ]
     )

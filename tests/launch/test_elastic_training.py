@@ -14,7 +14,7 @@ from tests.launch.counting_backbone import lost_and_repeated
 
 from megaclass.config.read import load_config
 from megaclass.training.rank_main import RankContext, train_in_group
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.events_file import read_events
 from megaclass_launch.ranks.process_group import process_group
 from megaclass_launch.world import World
@@ -53,7 +53,7 @@ def undisturbed(tmp_path, monkeypatch):
     settings = [*SETTINGS, f"train.run_dir={tmp_path / 'undisturbed'}"]
     config, world = load_config(RECIPE, settings), World(starter="tests")
     with process_group(world, device="cpu") as device, ExitStack() as held:
-        train_in_group(RankContext(config=config, world=world, mode=StartMode(), held=held), device)
+        train_in_group(RankContext(config=config, world=world, mode=StartMode(), lock=FolderLock(held)), device)
     for file in (tmp_path / "count").iterdir():
         file.unlink()
     return losses_of(tmp_path / "undisturbed")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import megaclass
+from megaclass import api
 from megaclass.cli.main import main
 from megaclass.config.read import load_config
-from megaclass.training import launch_ranks
 from megaclass_launch.messages import messages_on_stderr
 
 ROOT = Path(__file__).parents[2]
@@ -194,9 +194,18 @@ def test_quiet_prints_the_result_alone_and_excludes_verbose(outcome, tmp_path):
 
 def test_the_demo_is_as_quiet_as_it_was_asked_to_be(outcome, monkeypatch):
     started = []
-    monkeypatch.setattr(launch_ranks, "start_training", lambda config, given, mode: started.append(given) or 0)
+
+    def start(recipe, overrides, mode, *, output):
+        started.append((str(recipe), overrides, mode.resume, mode.overwrite, output))
+        return api.TrainedRun(Path("runs/demo"))
+
+    monkeypatch.setattr(api, "start_training", start)
     assert outcome("demo", "train.nproc=1", "--quiet", "train.seed=3") == (0, "", "")
-    assert started == [["demo", "train.nproc=1", "train.seed=3", "--overwrite", "--quiet"]]
+    assert outcome("demo", "--resume", "train.epochs=9") == (0, "", "")
+    assert started == [
+        ("demo", ["train.nproc=1", "train.seed=3"], None, True, "quiet"),
+        ("demo", ["train.epochs=9"], "auto", False, "normal"),
+    ]
 
 
 def as_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:

@@ -88,10 +88,10 @@ def test_a_rate_may_be_a_schedule(recipe):
         ("train.epochs=two", "command line: train.epochs is 'two'; expected a number"),
         ("train.epochs=", "command line: train.epochs is ''; expected a number"),
         ("train.epochs=2\n[head]", "command line: train.epochs is '2\\n[head]'; expected a number"),
-        ("optimizer.step_epochs=3", "command line: optimizer.step_epochs is '3'; expected a list like [8, 14]"),
-        ("backbone.freeze=conv1", "command line: backbone.freeze is 'conv1'; expected a list like [\"conv1\"]"),
+        ("optimizer.step_epochs=3,x", "command line: optimizer.step_epochs is '3,x'; expected a list like [8, 14]"),
+        ("backbone.freeze=", "command line: backbone.freeze is ''; expected a list like [\"conv1\"]"),
         ("data.mirror=1", "command line: data.mirror is '1'; expected true or false"),
-        ("head.kernel=chunk", "command line: head.kernel is 'chunk'; expected one of auto, triton_fused, chunked, reference; "
+        ("head.kernel=chunk", "command line: head.kernel is 'chunk'; expected one of auto, triton_fused, chunked; "
          "did you mean chunked?"),
         ("head.sample_rate=[[0, 0.1, 3]]", "command line: head.sample_rate is '[[0, 0.1, 3]]'; "
          "expected a number or a list like [[0, 0.1], [8000, 1.0]]"),
@@ -141,7 +141,7 @@ def test_a_section_that_is_a_value_is_refused(recipe):
         ("synth.identities=-1", "synth.identities is -1; it must be 0 or more."),
         ("synth.size=8", "synth.size is 8; it must be in [16, 512]."),
         ("synth.pairs=19", "synth.pairs is 19; it must be at least 20: ten folds of two."),
-        ("data.path=", "data.path is ; it must be a folder."),
+        ("data.path=", "data.path is empty; it must be a folder, such as data.path=photos."),
         ("data.threads=0", "data.threads is 0; it must be in [1, 256]."),
         ("backbone.embedding_dim=1", "backbone.embedding_dim is 1; it must be in [2, 65536]."),
         ("head.scale=0", "head.scale is 0.0; it must be in (0, 300]."),
@@ -159,6 +159,10 @@ def test_a_section_that_is_a_value_is_refused(recipe):
         ("head.m3=-1", "head.m3 is -1.0; it must be in [0, 2]."),
         ("head.filter_above=0", "head.filter_above is 0.0; it must be a cosine in (0, 1]."),
         ("optimizer.lr=0", "optimizer.lr is 0.0; it must be above 0."),
+        ("optimizer.lr=-1", "optimizer.lr is -1.0; it must be above 0."),
+        ("train.run_dir=", "train.run_dir is empty; it must be a folder, such as train.run_dir=runs/first."),
+        ("optimizer.schedule=step", "optimizer.schedule is step; it must be polynomial or cosine, or have the epochs at "
+         "which the rate falls: optimizer.step_epochs=8,14."),
         ("optimizer.clip_norm=-1", "optimizer.clip_norm is -1.0; it must be 0 or more."),
         ("train.epochs=-1", "train.epochs is -1.0; it must be above 0."),
         ("train.nproc=0", "train.nproc is 0; it must be in [1, 1024]."),
@@ -167,6 +171,26 @@ def test_a_section_that_is_a_value_is_refused(recipe):
 )  # fmt: skip
 def test_a_value_out_of_its_range_is_refused_with_the_range(recipe, override, message):
     assert refusal(recipe(), override) == message
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("train.evaluate_sets=lfw,agedb_30", ("lfw", "agedb_30")),
+        ("train.evaluate_sets=[lfw, agedb_30]", ("lfw", "agedb_30")),  # the shell has removed the quotes
+        ('train.evaluate_sets=["lfw"]', ("lfw",)),
+        ("train.evaluate_sets=lfw", ("lfw",)),
+        ("train.evaluate_sets=[]", ()),
+        ("train.profile_ranks=0,3", (0, 3)),
+        ("optimizer.step_epochs=8,14.5", (8.0, 14.5)),
+        ("optimizer.step_epochs=3", (3.0,)),
+        ("data.size=112,96", (112, 96)),
+        ("data.size=112", 112),
+    ],
+)
+def test_lists_in_the_shell_need_neither_brackets_nor_quotes(recipe, override, value):
+    section, _, key = override.partition("=")[0].partition(".")
+    assert getattr(getattr(load_config(recipe(), [override]), section), key) == value
 
 
 @pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1" + 400 * "0"])

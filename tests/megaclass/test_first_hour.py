@@ -84,7 +84,7 @@ def typed(capsys):
         ("megaclass train recipes/demo.toml", "The package has it, by its name: megaclass train demo\n"),
         ("megaclass train recipe.toml train.device=gpu", "expected one of auto, cpu, cuda; did you mean cuda?"),
         ("megaclass train recipe.toml --resume", "To start it from the beginning, leave out --resume."),
-        ("megaclass train own", ": megaclass train demo data.path=own synth.identities=0 train.run_dir=runs/own\n"),
+        ("megaclass train own backbone.name=slimm", "which is not known; did you mean slim?"),
         ("megaclass export runs/nothere --to onnx", "There is no model at runs/nothere"),
         ("megaclass train recipe.toml epochs=3", "did you mean train.epochs=3?"),
         ("megaclass train recipe.toml epoch=3", "did you mean train.epochs=3?"),
@@ -94,11 +94,23 @@ def typed(capsys):
             "section.key=value: megaclass train recipe.toml train.global_batch=3 --resume\n",
         ),
         ("megaclass train recipe.toml --nonsense 3", "unrecognized arguments: --nonsense 3\n"),
+        ("megaclass train recipe.toml --gpus 2", "section.key=value: megaclass train recipe.toml train.nproc=2\n"),
+        ("megaclass train recipe.toml batch_size=64", "did you mean train.global_batch=64?"),
+        ("megaclass demo --epochs 2", "section.key=value: megaclass demo train.epochs=2\n"),
+        ("megaclass fit recipe.toml", "Did you mean: megaclass train recipe.toml\n"),
+        ("megaclass predict runs/a", "Did you mean: megaclass "),
+        ("megaclass help", "Did you mean: megaclass --help\n"),
+        ("megaclass help train", "Did you mean: megaclass train --help\n"),
+        (
+            "megaclass embed recipe.pth own --out a.npy",
+            "not a file of torch.save, or holds other objects than tensors. Copy",
+        ),
+        ("megaclass train recipe.toml train.evaluate_sets=lfw", "there is no lfw.bin next to the data at own"),
         ("megaclass trian recipe.toml", "Did you mean: megaclass train recipe.toml\n"),
         ("megaclass data inspct own", "Did you mean: megaclass data inspect own\n"),
         (
             "megaclass train recipe.toml data.path=both",
-            "data.path=both/train, and verify on another with pairs of its images: "
+            "data.path=both/train, or verify on another with pairs of its images: "
             "megaclass data pairs both/val --out both/train/val.bin\n",
         ),
         ("megaclass train recipe.toml data.path=own/person0", "set data.path=own; otherwise move"),
@@ -116,6 +128,7 @@ def test_a_mistake_is_answered_with_the_line_to_type(here, typed, line, answer):
         draw(Path("both/val"), 3, 3)
     if "=one" in line:
         draw(Path("one"), 1, 8)
+    Path("recipe.pth").write_text("junk")
     code, said = typed(line)
     assert code == 2
     assert answer in said

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megaclass.backbones import BACKBONES, build_backbone, check_backbone
-from megaclass.backbones.recognise import recognise
+from megaclass.backbones import BACKBONES, build_backbone, check_backbone, recognise
 from megaclass.errors import CheckpointError
 from megaclass_launch.errors import ConfigError
 

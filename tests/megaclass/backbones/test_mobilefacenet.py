@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megaclass.backbones import build_backbone
-from megaclass.backbones.recognise import recognise
+from megaclass.backbones import build_backbone, recognise
 
 _BN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megaclass.backbones import build_backbone
-from megaclass.backbones.recognise import recognise
+from megaclass.backbones import build_backbone, recognise
 from megaclass.backbones.vit import DropPath, PatchMask, VisionTransformer
 from megaclass.errors import CheckpointError
 from megaclass.training.model.keyed_dropout import key_dropout

@@ -19,8 +19,8 @@ from megaclass.checkpoint.manifest import check_files, read_manifest
 from megaclass.checkpoint.retention import checkpoint_folder
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.errors import CheckpointError
+from megaclass.head.centres import class_range
 from megaclass.head.partial_fc import PartialFC
-from megaclass.head.shards import class_range
 from megaclass_launch.errors import UserError
 
 CPU = torch.device("cpu")

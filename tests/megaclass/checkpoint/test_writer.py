@@ -28,7 +28,7 @@ from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.checkpoint.tensor_file import write_tensors
 from megaclass.distributed import agreement
 from megaclass.errors import CheckpointError
-from megaclass.head.shards import class_range
+from megaclass.head.centres import class_range
 from megaclass_launch.errors import UserError, is_transient
 from megaclass_launch.messages import messages_on_stderr
 from megaclass_launch.restart_progress import FD_NAME, ProgressFile, report_progress

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from PIL import Image
@@ -158,3 +159,7 @@ def test_the_size_of_the_first_image_is_said_and_a_rectangle_must_be_asked_for(m
     assert (
         "have 48 × 32 pixels, which is not a square. Set the input size: data.size=112 with" in capfd.readouterr().err
     )
+    Image.new("RGB", (41, 27)).save(mixed / "0" / "0.png")
+    assert train(mixed, tmp_path / "other") == 2
+    [proposed] = re.findall(r"or (data\.size=\S+) for rectangles", capfd.readouterr().err)
+    assert proposed == "data.size=[32,48]" and train(mixed, tmp_path / "other", proposed) == 0

@@ -3,21 +3,19 @@
 import faulthandler
 import io
 import os
-import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.forked import run_forked
 
 import megaclass
 from megaclass.data import loader as loader_module
@@ -25,7 +23,6 @@ from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.loading import choose, pool
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
 from megaclass.data.loading.pool import LoaderSettings
-from megaclass.data.loading.worker import Filler, Piece, bad_reports, receive, send
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize
@@ -45,8 +42,17 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def in_processes(path: Path | str, num_processes: int, num_threads: int = 1, **arguments) -> BatchLoader:
-    settings = LoaderSettings(path=str(path), num_processes=num_processes, num_threads=num_threads)
+@pytest.fixture
+def new_fork_server():
+    """Stops the fork server, so the next one starts with the environment of this test, and afterwards without it."""
+    stop = forkserver._forkserver._stop  # "used by unit tests to stop the server", as Python's source says
+    stop()
+    yield stop
+    stop()
+
+
+def in_processes(path: Path | str, num_processes: int, **arguments) -> BatchLoader:
+    settings = LoaderSettings(path=str(path), num_processes=num_processes)
     return BatchLoader(open_source(path), processes=settings, **arguments)
 
 
@@ -76,7 +82,7 @@ def test_every_mode_yields_the_same_bytes_from_any_step_on(folder, tmp_path):
     truth = list(BatchLoader(source, **options).batches(num_steps=9))
     assert_equal(list(in_processes(folder, 1, **options).batches(num_steps=9)), truth)
     # The caller keeps all batches, more than the ring has slots, and drops none: their bytes must stay.
-    assert_equal(list(in_processes(folder, 2, 2, **options).batches(epoch=1, step=2, num_steps=4)), truth[5:])
+    assert_equal(list(in_processes(folder, 2, **options).batches(epoch=1, step=2, num_steps=4)), truth[5:])
     by_class = {"global_batch": 32, "order": "classes", "images_per_class": 4}
     assert_equal(list(in_processes(folder, 2, **by_class).batches()), list(BatchLoader(source, **by_class).batches()))
     noise = {"global_batch": 32, "image_size": (16, 24)}
@@ -114,7 +120,7 @@ def test_batches_that_are_held_keep_their_bytes(folder):
 def test_killed_loader_processes_are_replaced_and_no_batch_changes(folder, caplog):
     options = {"global_batch": 32, "seed": 1}
     truth = list(BatchLoader(open_source(folder), **options).batches(num_steps=60))
-    batches = in_processes(folder, 2, 2, **options).batches(num_steps=60)
+    batches = in_processes(folder, 2, **options).batches(num_steps=60)
     received, killed = [], set()
     for number in range(60):
         received.append(next(batches))
@@ -126,7 +132,7 @@ def test_killed_loader_processes_are_replaced_and_no_batch_changes(folder, caplo
                 killed.add(pid)
     batches.close()
     assert_equal(received, truth)
-    assert len(killed) >= 4 and "ended by SIGKILL" in caplog.text
+    assert len(killed) >= 3 and "ended by SIGKILL" in caplog.text
     assert loader_children() == []
 
 
@@ -148,17 +154,13 @@ def test_batches_on_a_gpu_have_the_same_bytes_however_far_the_host_runs_ahead(fo
 
 
 def loader_children(parent: int | str = "self") -> list[int]:
-    """Live loader processes among the children of a process, also those that another thread started."""
-    found = []
-    for children in Path(f"/proc/{parent}/task").glob("*/children"):
-        found += filter(is_loader, map(int, children.read_text().split()))
-    return sorted(found)
+    """Live loader processes of a rank."""
+    return sorted(filter(is_loader, descendants(parent)))
 
 
 def is_loader(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return b"megaclass.data.loading.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() and state != "Z"
+        return "/memfd:megaclass-batches" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
 
@@ -171,7 +173,7 @@ CRASHES = {
     "SIGABRT": os.abort,
     "SIGKILL": lambda: (os.kill(os.getpid(), signal.SIGKILL), time.sleep(60)),
 }
-if "megaclass.data.loading.worker" in " ".join(sys.orig_argv):
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
     import simplejpeg
     as_ever = simplejpeg.decode_jpeg
     def decode_jpeg(encoded, *arguments, **options):
@@ -195,15 +197,14 @@ def hostile_folder(folder: Path) -> Path:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_threads", [1, 3])
 def test_an_image_on_which_the_decoder_crashes_is_named_and_replaced_in_all_epochs(
-    tmp_path, monkeypatch, caplog, num_threads
+    tmp_path, monkeypatch, caplog, new_fork_server
 ):
     folder = hostile_folder(tmp_path / "files")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("TEST_CRASHES_BY", "SIGSEGV")
     options = {"global_batch": 20, "image_size": (16, 16), "max_bad_fraction": 0.06, "seed": 5}
-    loader = in_processes(folder, 2, num_threads, **options)
+    loader = in_processes(folder, 2, **options)
     batches = list(loader.batches(num_steps=10))
     named = {Path(loader.source.name_of(index)).name for index in loader.bad_images.indices}
     assert named == {"08.jpg", "22.jpg"}
@@ -216,7 +217,7 @@ def test_an_image_on_which_the_decoder_crashes_is_named_and_replaced_in_all_epoc
 
 
 @pytest.mark.ranks
-def test_a_process_that_keeps_dying_ends_the_run_with_the_reason(tmp_path, monkeypatch):
+def test_a_process_that_keeps_dying_ends_the_run_with_the_reason(tmp_path, monkeypatch, new_fork_server):
     folder = hostile_folder(tmp_path / "files")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("TEST_CRASHES_BY", "SIGKILL")
@@ -225,6 +226,7 @@ def test_a_process_that_keeps_dying_ends_the_run_with_the_reason(tmp_path, monke
         list(in_processes(folder, 1, global_batch=40, image_size=(16, 16)).batches())
     too_many = r"more than data\.max_bad_fraction = 0\.001 allows.*(08|22)\.jpg: the decoder crashed on it \(SIGABRT\)"
     monkeypatch.setenv("TEST_CRASHES_BY", "SIGABRT")
+    new_fork_server()
     with pytest.raises(DataError, match=too_many):
         list(in_processes(folder, 1, global_batch=40, image_size=(16, 16)).batches())
     loader = in_processes(folder, 1, global_batch=40, image_size=(16, 16))
@@ -238,7 +240,7 @@ def test_a_process_that_keeps_dying_ends_the_run_with_the_reason(tmp_path, monke
 # As a disk that does not answer: the first image waits in a read until something is written into the pipe.
 WAITING_DECODER = """
 import os, sys
-if "megaclass.data.loading.worker" in " ".join(sys.orig_argv):
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
     import simplejpeg
     as_ever = simplejpeg.decode_jpeg
     def decode_jpeg(*arguments, **options):
@@ -250,7 +252,7 @@ if "megaclass.data.loading.worker" in " ".join(sys.orig_argv):
 
 @pytest.mark.ranks
 def test_a_hanging_rank_is_named_with_the_file_or_signal_that_its_loader_processes_wait_for(
-    folder, tmp_path, monkeypatch
+    folder, tmp_path, monkeypatch, new_fork_server
 ):
     (tmp_path / "sitecustomize.py").write_text(WAITING_DECODER)
     pipe = tmp_path / "pipe"
@@ -297,27 +299,36 @@ def test_a_hanging_rank_is_named_with_the_file_or_signal_that_its_loader_process
     assert re.search(r", waiting for process \d+, stopped by SIGSTOP; SIGCONT continues it$", stopped), stopped
 
 
-LOAD_FOREVER = """
-import sys, torch
+# Without `if __name__ == "__main__"`, as people write scripts.
+LOAD = """
+import os, sys, time
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import open_source
-processes = LoaderSettings(path=sys.argv[1], num_processes=2, num_threads=2)
-for batch in BatchLoader(open_source(sys.argv[1]), global_batch=32, processes=processes).batches(num_steps=10**9):
-    print(batch.step, flush=True)
+path, num_steps, action = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+batches = BatchLoader(
+    open_source(path), global_batch=32, processes=LoaderSettings(path=path, num_processes=2)
+).batches(num_steps=10**9)
+for _ in range(num_steps):
+    print(next(batches).step, flush=True)
+    if action == "fork" and os.fork() == 0:
+        time.sleep(60)
 """
 
 
 @pytest.mark.ranks
-def test_loader_processes_have_no_torch_ignore_signals_to_the_job_and_die_with_their_rank(folder):
-    with subprocess.Popen([sys.executable, "-c", LOAD_FOREVER, str(folder)], stdout=subprocess.PIPE) as rank:
+def test_loader_processes_ignore_signals_to_the_job_and_are_gone_a_second_after_their_rank_was_killed(folder, tmp_path):
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
+    # A process that the rank has forked holds its ends of all pipes; it is in the same session.
+    command = [sys.executable, str(script), str(folder), "1000000", "none"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as rank:
         assert rank.stdout.readline()
-        pids = loader_children(rank.pid)
-        assert len(pids) == 2
-        assert not any("torch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGINT)
+        pids, all_of_rank = loader_children(rank.pid), descendants(rank.pid)
+        assert len(pids) == 2 and set(pids) < set(all_of_rank)
+        for pid in all_of_rank:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(pid, number)
         for _ in range(50):
             assert rank.stdout.readline()
         assert loader_children(rank.pid) == pids
@@ -325,43 +336,73 @@ def test_loader_processes_have_no_torch_ignore_signals_to_the_job_and_die_with_t
         os.kill(pids[0], signal.SIGSTOP)
         rank.kill()
         os.kill(pids[0], signal.SIGCONT)
-    deadline = time.monotonic() + 5
-    while any(map(is_loader, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(is_loader, pids))
+        deadline = time.monotonic() + 1
+        while any(map(is_alive, all_of_rank)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not [pid for pid in all_of_rank if is_alive(pid)]
 
 
-def _fill_after_the_rank_has_closed() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    send(ours, done=0, resized=0)
-    theirs.close()  # with a packet that it has not read: the next one is answered by a reset, not by a broken pipe
-    filler = Filler.__new__(Filler)
-    filler._connection, filler._bad = ours, []
-    filler._fill = lambda piece: 0  # type: ignore[method-assign]
-    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-    pieces.put(Piece(1, 0, 0, 0, 0, 1))
-    filler.run(pieces)
+@pytest.mark.ranks
+def test_loader_processes_end_although_a_process_that_their_rank_has_forked_lives_on(folder, tmp_path):
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
+    command = [sys.executable, str(script), str(folder), "1000000", "fork"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as rank:
+        assert rank.stdout.readline() and rank.stdout.readline()
+        pids = loader_children(rank.pid)
+        try:
+            assert len(pids) == 2
+            rank.kill()
+            deadline = time.monotonic() + 1
+            while any(map(is_alive, pids)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert not any(map(is_alive, pids))
+        finally:
+            os.killpg(rank.pid, signal.SIGKILL)
 
 
-def test_a_loader_that_is_closed_while_a_process_reports_leaves_no_traceback():
-    ended = run_forked(_fill_after_the_rank_has_closed)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+@pytest.mark.ranks
+def test_a_script_without_a_guard_that_leaves_its_batches_open_ends_and_files_of_its_folder_are_not_imported(
+    folder, tmp_path
+):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "load.py").write_text(LOAD)
+    for name in ("queue", "random", "selectors", "signal", "simplejpeg", "socket", "tempfile", "torch", "PIL"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    command = [sys.executable, "scripts/load.py", str(folder), "3", "none"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.split(), ended.stderr) == (0, ["0", "1", "0"], "")
+
+
+def descendants(pid: int | str) -> list[int]:
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_a_rank_starts_as_many_processes_as_its_share_of_the_cores_feeds(monkeypatch, tmp_path):
-    def chosen(device, *, cores=16, workers="auto", threads=1, ranks=1):
+    def chosen(device, *, cores=16, workers="auto", ranks=1):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-        found = choose_processes("synthetic:10", workers=workers, threads=threads, device=device, num_local_ranks=ranks)
-        return None if found is None else (found.num_processes, found.num_threads)
+        found = choose_processes("synthetic:10", workers=workers, device=device, num_local_ranks=ranks)
+        return None if found is None else found.num_processes
 
     monkeypatch.setattr(choose, "_CGROUPS", tmp_path)
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    assert chosen(CPU) is None and chosen(CPU, workers=2) == (2, 1) and chosen(GPU, workers=0) is None
-    assert chosen(GPU) == (8, 1) and chosen(GPU, threads=4) == (3, 4)
-    assert chosen(GPU, ranks=4) == (2, 1) and chosen(GPU, cores=1) == (1, 1)
+    assert chosen(CPU) is None and chosen(CPU, workers=2) == 2 and chosen(GPU, workers=0) is None
+    assert chosen(GPU) == 8 and chosen(GPU, cores=6) == 4
+    assert chosen(GPU, ranks=4) == 2 and chosen(GPU, cores=1) == 1
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert chosen(GPU, ranks=4) == (4, 1)
+    assert chosen(GPU, ranks=4) == 4
     (tmp_path / "cpu.max").write_text("350000 100000\n")
     assert available_cores() == cores_of_rank(4) == 4
     (tmp_path / "cpu.max").write_text("max 100000\n")
@@ -378,7 +419,7 @@ def test_a_format_of_the_users_own_is_read_by_threads(monkeypatch):
             return open_source("synthetic:10")
 
     monkeypatch.setattr("megaclass.data.sources.open_source.FORMATS", [OwnFormat, *FORMATS])
-    common = {"threads": 1, "device": GPU, "num_local_ranks": 1}
+    common = {"device": GPU, "num_local_ranks": 1}
     assert choose_processes("own:x", workers="auto", **common) is None
     assert choose_processes("own:x", workers=0, **common) is None
     with pytest.raises(ConfigError, match=r"data\.workers is 2, but the data at own:x is read by .*OwnFormat"):
@@ -390,7 +431,7 @@ def test_memory_that_cannot_be_had_is_an_error_before_the_first_batch(folder, mo
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    monkeypatch.setattr(pool.subprocess, "Popen", None)
+    monkeypatch.setattr(pool, "start_fork_server", None)
     with pytest.raises(DataError, match=r"no memory for \d+ batches of 16 images.*data\.workers"):
         next(in_processes(folder, 2, global_batch=16).batches())
 
@@ -420,17 +461,3 @@ def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
     with pytest.raises(DataError, match=r"need 1\.0 GiB of GPU memory, more than 70% of the 1\.0 GiB that are free"):
         loader_module._require_room(2**30, GPU)
-
-
-def test_reports_of_many_bad_images_fit_into_packets():
-    """Where most images are bad, each row of a batch tries many of them before it finds a readable one."""
-    error = DataError("无法读取" * 1000)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    received: list[int] = []
-    with ours, theirs:
-        for reports in bad_reports([(2**40 + number, error) for number in range(30_000)]):
-            send(ours, bad=reports)
-            message = receive(theirs)
-            assert message is not None
-            received += [index for index, _ in message["bad"]]
-    assert received == [2**40 + number for number in range(30_000)]

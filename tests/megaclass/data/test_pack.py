@@ -1,4 +1,4 @@
-"""Packing: any source into .rec or tar, in any order, whole or not at all, going on where it stopped."""
+"""Packing: any source into .rec or tar, in any order, whole or not at all; unpacking; and bad files in all tools."""
 
 import io
 
@@ -10,9 +10,12 @@ from megaclass.data.decode import decode_image
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
-from megaclass.data.tools import pack as pack_module
+from megaclass.data.tools.inspect import inspect_source
+from megaclass.data.tools.make_pairs import make_pairs
 from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.split import Split, split_data
 from megaclass.data.tools.unpack import unpack
+from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 
 
@@ -79,61 +82,61 @@ def test_classes_beyond_float32_are_packed_as_64_bit_labels(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["rec", "tar"])
-@pytest.mark.parametrize("stops_at", [1, 3, 7])
-def test_a_run_that_was_cut_off_goes_on_to_the_same_bytes(faces, tmp_path, monkeypatch, stops_at, layout):
-    monkeypatch.setattr(pack_module, "_BLOCK_IMAGES", 1)
-    options = PackOptions(layout=layout, images_per_shard=2)
-    pack(faces, tmp_path / "whole", options)
-    wholes = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-
-    def stop(done, total):
-        if done == stops_at:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pack(faces, tmp_path / "out", options, on_progress=stop)
-    assert not (tmp_path / "out").exists()
-    half = tmp_path / ".out.partial" / "train.rec"
-    if half.exists():
-        # As a kill leaves it: in the middle of a record.
-        half.write_bytes(half.read_bytes() + wholes["train.rec"][:21])
-    resumed = pack(faces, tmp_path / "out", options)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == wholes
-    assert resumed.num_resumed > 0 or stops_at < 3
-    assert not (tmp_path / ".out.partial").exists()
-
-
-@pytest.mark.parametrize("layout", ["rec", "tar"])
-def test_what_a_failed_run_left_does_not_block_one_with_other_data_or_options(faces, tmp_path, caplog, layout):
-    caplog.set_level("INFO", "megaclass.data")
-
+def test_a_run_that_was_cut_off_leaves_nothing(faces, tmp_path, layout):
     def stop(done, total):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         pack(faces, tmp_path / "out", PackOptions(layout=layout), on_progress=stop)
-    pack(faces, tmp_path / "fresh", PackOptions(shuffle_seed=1))
-    assert pack(faces, tmp_path / "out", PackOptions(shuffle_seed=1)).num_resumed == 0
-    assert "removed what an earlier run with other data or options left" in caplog.text
-    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert written == {path.name: path.read_bytes() for path in (tmp_path / "fresh").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["faces"]
 
 
-def test_an_image_that_was_removed_after_a_failed_run_does_not_block_the_next_one(faces, tmp_path):
-    bad = tmp_path / "faces" / "c" / "40.jpg"
-    bad.write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"c/40\.jpg"):
-        pack(faces, tmp_path / "out", PackOptions(image_size=16))
-    bad.unlink()
-    assert pack(open_source(tmp_path / "faces"), tmp_path / "out", PackOptions(image_size=16)).num_images == 7
+def damage_one_of_nine(folder) -> None:
+    """A file that is cut off, next to eight sound ones."""
+    (folder / "d" / "55.jpg").write_bytes(jpeg(55)[:300])
 
 
-def test_files_of_a_user_in_the_way_are_not_removed(faces, tmp_path):
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "thesis.tex").write_text("years of work")
-    with pytest.raises(DataError, match=r"holds thesis\.tex, which pack did not write"):
-        pack(faces, tmp_path / "out")
-    assert (tmp_path / ".out.partial" / "thesis.tex").read_text() == "years of work"
+@pytest.mark.parametrize("options", [PackOptions(), PackOptions(image_size=24), PackOptions(layout="tar")], ids=str)
+def test_images_that_do_not_decode_are_named_counted_and_left_out(faces, tmp_path, options, caplog):
+    pack(faces, tmp_path / "sound", options)
+    damage_one_of_nine(tmp_path / "faces")
+    packed = pack(open_source(tmp_path / "faces"), tmp_path / "out", options, num_threads=2)
+    assert (packed.num_images, packed.num_bad) == (8, 1)
+    assert "skipped a bad image" in caplog.text and "d/55.jpg" in caplog.text
+    # Keys and header have no gap: the files are those of the folder without the image.
+    for file in (tmp_path / "sound").iterdir():
+        if not file.name.endswith(".cache"):
+            assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["empty", "no image", "dangling"])
+def test_one_rule_holds_for_bad_files_in_all_tools(faces, tmp_path, damage, caplog):
+    bad = tmp_path / "faces" / "d" / "55.jpg"
+    if damage == "dangling":
+        bad.symlink_to(tmp_path / "nowhere.jpg")
+    else:
+        bad.write_bytes(b"" if damage == "empty" else b"no image at all")
+    source = open_source(tmp_path / "faces")
+    assert pack(source, tmp_path / "packed").num_bad == 1
+    assert unpack(source, tmp_path / "unpacked") == 1
+    assert len(list((tmp_path / "unpacked").rglob("*.jpg"))) == 8
+    assert split_data(source, Split(by="images", share=0.5), tmp_path / "split").num_bad == 1
+    assert make_pairs(source, 4).num_pairs == 4
+    assert inspect_source(source).num_unreadable == 1
+    assert len(verify(tmp_path / "faces")[0].bad) == 1
+    assert caplog.text.count("d/55.jpg") >= 3
+    for name in ("10", "20", "30"):
+        (tmp_path / "faces" / "a" / f"{name}.jpg").write_bytes(b"")
+    source = open_source(tmp_path / "faces")
+    for tool in (
+        lambda: pack(source, tmp_path / "p2"),
+        lambda: unpack(source, tmp_path / "u2"),
+        lambda: split_data(source, Split(by="images", share=0.5), tmp_path / "s2"),
+        lambda: make_pairs(source, 6),
+    ):
+        with pytest.raises(DataError, match=r"could not be read, more than the limit .* 0\.2 allows.*--repair"):
+            tool()
+    assert not (tmp_path / "p2").exists() and not (tmp_path / "u2").exists()
 
 
 def test_a_folder_that_holds_something_is_left_alone(faces, tmp_path):
@@ -175,20 +178,21 @@ def test_an_image_of_every_format_is_unpacked_under_the_suffix_of_its_content(tm
     suffix = {"JPEG": ".jpg", "TIFF": ".tif"}.get(kind, f".{kind.lower()}")
     (tmp_path / "faces" / "a").mkdir(parents=True)
     Image.new("RGB", (16, 16), (9, 9, 9)).save(tmp_path / "faces" / "a" / "x.png", kind)
-    unpack(open_source(tmp_path / "faces"), tmp_path / "out", class_names=[b"a"])
+    pack(open_source(tmp_path / "faces"), tmp_path / "packed")
+    unpack(open_source(tmp_path / "packed"), tmp_path / "out", class_names=[b"a"])
     assert [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")] == [
         f"a/00000000{suffix}"
     ]
 
 
-def test_what_is_no_image_is_not_unpacked_but_named(faces, tmp_path):
-    (tmp_path / "faces" / "c" / "40.jpg").write_bytes(b"no image at all")
-    with pytest.raises(DataError, match=r"c/40\.jpg.*megaclass data verify DATA --repair OUT"):
-        unpack(open_source(tmp_path / "faces"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_image_is_named(faces, tmp_path):
-    (tmp_path / "faces" / "c" / "40.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match=r"Cannot pack .*c/40\.jpg: it is empty"):
-        pack(faces, tmp_path / "out")
+def test_unpacked_images_keep_the_names_of_their_files(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder / "a").mkdir(parents=True)
+        (tmp_path / folder / "a" / "my photo.JPEG").write_bytes(jpeg(30))
+    unpack(open_source(tmp_path / "one"), tmp_path / "out", class_names=[b"a"])
+    assert [path.name for path in (tmp_path / "out" / "a").iterdir()] == ["my photo.JPEG"]
+    # A list may give one class to equal names in different folders.
+    lines = "one/a/my photo.JPEG\t0\ntwo/a/my photo.JPEG\t0\n"
+    (tmp_path / "label.txt").write_text(lines)
+    unpack(open_source(tmp_path / "label.txt"), tmp_path / "out2")
+    assert sorted(path.name for path in (tmp_path / "out2" / "0").iterdir()) == ["00000001.jpg", "my photo.JPEG"]

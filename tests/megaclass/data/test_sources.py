@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -152,7 +153,10 @@ def test_all_three_dialects_of_tar_are_read(tmp_path, tar_format):
 BAD_TARS = {
     "climbs out": ([("../x.jpg", jpeg(1)), ("../x.cls", b"1")], r"'\.\./x\.jpg', whose path leads out"),
     "absolute": ([("/etc/x.jpg", jpeg(1)), ("/etc/x.cls", b"1")], "'/etc/x.jpg', whose path leads out"),
-    "no class": ([("x.jpg", jpeg(1)), ("y.jpg", jpeg(1)), ("y.cls", b"1")], r"sample 'x' .* has no class"),
+    "no class": (
+        [("x.jpg", jpeg(1)), ("y.jpg", jpeg(1)), ("y.cls", b"1")],
+        r"sample 'x' .* has no class.*tar -xf .*\.tar",
+    ),
     "no image": ([("x.cls", b"1")], "sample 'x' .* has no image"),
     "no number": ([("x.jpg", jpeg(1)), ("x.cls", b"one")], "b'one'; expected a class"),
     "nothing": ([], "no sample of"),
@@ -345,3 +349,20 @@ def test_a_format_from_outside_the_package_is_one_class_and_one_line(tmp_path):
             check_source(f"{path},{tmp_path / 'absent.npz'}")
     finally:
         FORMATS.remove(NumpyFormat)
+
+
+def test_folders_of_folders_are_answered_with_paths_that_work(tmp_path):
+    write_identities(tmp_path / "nest" / "0")
+    for name in ("carl", "dora"):
+        (tmp_path / "nest" / "1" / name).mkdir(parents=True)
+        (tmp_path / "nest" / "1" / name / "x.jpg").write_bytes(jpeg(70))
+    with pytest.raises(DataError, match="the identities are in the folders 0 and 1 below it") as caught:
+        open_source(tmp_path / "nest")
+    proposed = re.findall(r"data\.path=([^ ,]+(?:,/[^ ,]+)*)", str(caught.value))
+    assert [open_source(path).num_classes for path in proposed] == [4, 6]
+    # Identities of equal names are the same people: joined, they would be two classes.
+    write_identities(tmp_path / "again" / "train")
+    write_identities(tmp_path / "again" / "val")
+    with pytest.raises(DataError) as caught:
+        open_source(tmp_path / "again")
+    assert "train on all" not in str(caught.value) and "again/val" in str(caught.value)

@@ -13,17 +13,18 @@ from rich.console import Console
 from safetensors.torch import save_file
 from tests.fuzzing import Target, assert_clean, fuzz, mutate, mutate_json, mutate_lines
 
-from megaclass.backbones.recognise import recognise
+from megaclass.backbones import recognise
 from megaclass.checkpoint.load import load_rank_state, load_shared, newest_whole, saved_rows
 from megaclass.checkpoint.manifest import _digest, read_manifest
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.evaluation import training_images
+from megaclass.evaluation.examples import ConfusedImage, Examples, WorstClass
 from megaclass.evaluation.protocols.pairs import result_of_pairs
 from megaclass.evaluation.protocols.verification import score_embeddings
 from megaclass.evaluation.report.from_runs import report_of_runs, write_faces
 from megaclass.evaluation.report.page import render_report
 from megaclass.evaluation.results import write_results
-from megaclass.evaluation.training_images import ConfusedImage, TrainingImages, WorstClass, write_training_images
+from megaclass.evaluation.training_images import write_training_images
 from megaclass.inference import load
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.phases import PHASES
@@ -148,7 +149,7 @@ def make_target(name: str, folder: Path) -> Target:
         confused = ConfusedImage(
             name="i", own_class="a", own_cosine=0.1, other_class="b", other_cosine=0.5, pictures=[b"p", b"q"]
         )
-        found = TrainingImages(num_classes=2, num_images=9, num_confused=1, worst=[worst], confused=[confused])
+        found = Examples(num_classes=2, num_images=9, num_confused=1, worst=[worst], confused=[confused])
         write_training_images(folder, found)
         return at(folder / training_images.FILE, lambda: look_at(folder), mutate_findings)
     change = mutate_json if name.endswith(".json") else mutate

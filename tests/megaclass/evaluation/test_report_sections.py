@@ -11,7 +11,8 @@ from torch import nn
 
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
-from megaclass.evaluation.protocols.centre_health import CentreHealth, ClassCentres
+from megaclass.evaluation.centres import centres_in_memory
+from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.curves import curves_of
 from megaclass.evaluation.report.from_runs import report_of_runs
 from megaclass.evaluation.report.page import ModelReport, ReportData, render_report
@@ -95,7 +96,7 @@ def test_a_wrong_label_is_shown_beside_the_class_it_belongs_to(tmp_path):
     inputs = torch.stack(
         [torch.full((3, 16, 16), 0.0) + torch.tensor(s)[:, None, None] / 127.5 - 1 for s in shades.values()]
     )
-    centres = ClassCentres(weight_RD=network(inputs).detach(), names=list(shades))
+    centres = centres_in_memory(network(inputs).detach(), list(shades))
     found = examine_training_images(
         network, source, centres, image_size=16, fit="squash", device=CPU, shown_classes=[0, 1]
     )

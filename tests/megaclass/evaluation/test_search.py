@@ -1,6 +1,4 @@
-"""Blocked, sharded search against float64 brute force, faiss and hand-worked identification."""
-
-import sys
+"""Blocked, sharded search against float64 brute force and hand-worked identification."""
 
 import numpy as np
 import pytest
@@ -35,7 +33,7 @@ def _brute_force(k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.take_along_axis(others, order, axis=1), order, mates
 
 
-def _search_on_this_rank(k: int, max_block_bytes: int | None, with_faiss: bool) -> tuple[np.ndarray, ...]:
+def _search_on_this_rank(k: int, max_block_bytes: int | None) -> tuple[np.ndarray, ...]:
     probes, probe_labels, gallery, gallery_labels = _case()
     found = search(
         probes,
@@ -44,7 +42,6 @@ def _search_on_this_rank(k: int, max_block_bytes: int | None, with_faiss: bool) 
         device=_CPU,
         probe_labels_P=probe_labels,
         max_block_bytes=max_block_bytes,
-        with_faiss=with_faiss,
     )
     return found.other_scores_Pk.numpy(), found.other_indices_Pk.numpy(), found.mate_scores_P.numpy()
 
@@ -54,7 +51,7 @@ def _search_on_this_rank(k: int, max_block_bytes: int | None, with_faiss: bool) 
 )
 def test_blocks_of_any_size_find_what_brute_force_finds(max_block_bytes):
     want_scores, want_indices, want_mates = _brute_force(10)
-    scores, indices, mates = _search_on_this_rank(10, max_block_bytes, False)
+    scores, indices, mates = _search_on_this_rank(10, max_block_bytes)
     np.testing.assert_allclose(scores, want_scores, atol=1e-6)
     np.testing.assert_array_equal(indices, want_indices)
     np.testing.assert_allclose(mates, want_mates, atol=1e-6)
@@ -62,31 +59,16 @@ def test_blocks_of_any_size_find_what_brute_force_finds(max_block_bytes):
 
 def test_blocks_of_the_gallery_are_joined(monkeypatch):
     monkeypatch.setattr("megaclass.evaluation.search._MAX_GALLERY_BLOCK", 16)
-    np.testing.assert_array_equal(_search_on_this_rank(10, None, False)[1], _brute_force(10)[1])
+    np.testing.assert_array_equal(_search_on_this_rank(10, None)[1], _brute_force(10)[1])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shards_on_ranks_find_what_one_rank_finds_on_every_rank(run_ranks, num_ranks):
     want_scores, want_indices, want_mates = _brute_force(10)
-    for scores, indices, mates in run_ranks(num_ranks, _search_on_this_rank, 10, None, False):
+    for scores, indices, mates in run_ranks(num_ranks, _search_on_this_rank, 10, None):
         np.testing.assert_allclose(scores, want_scores, atol=1e-6)
         np.testing.assert_array_equal(indices, want_indices)
         np.testing.assert_allclose(mates, want_mates, atol=1e-6)
-
-
-def test_faiss_finds_the_same():
-    pytest.importorskip("faiss", reason="the extra megaclass[retrieval] is not installed")
-    want_scores, want_indices, want_mates = _brute_force(10)
-    scores, indices, mates = _search_on_this_rank(10, None, True)
-    np.testing.assert_allclose(scores, want_scores, atol=1e-6)
-    np.testing.assert_array_equal(indices, want_indices)
-    np.testing.assert_allclose(mates, want_mates, atol=1e-6)
-
-
-def test_without_faiss_the_line_that_installs_it_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(DataError, match=r"pip install 'megaclass\[retrieval\]'"):
-        _search_on_this_rank(10, None, True)
 
 
 def test_a_gallery_smaller_than_k_leaves_places_empty():
@@ -109,19 +91,14 @@ def test_embeddings_of_another_width_are_refused():
         search(_unit(2, 4, 0), GalleryShard(embeddings_ND=_unit(3, 5, 1)), k=1, device=_CPU)
 
 
-@pytest.mark.parametrize("with_faiss", [False, True])
-def test_a_probe_does_not_find_its_own_image(with_faiss):
+def test_a_probe_does_not_find_its_own_image():
     """Probes 0 to 22 are also gallery rows; leaving these out finds what a gallery without them gives to each."""
-    if with_faiss:
-        pytest.importorskip("faiss", reason="the extra megaclass[retrieval] is not installed")
     probes, probe_labels, gallery, gallery_labels = _case()
     rows = np.arange(23) * 3 + 1
     gallery[rows], gallery_labels[rows] = probes, probe_labels
     keys = np.arange(len(gallery))
     shard = GalleryShard(embeddings_ND=gallery, labels_N=gallery_labels, keys_N=keys)
-    found = search(
-        probes, shard, k=5, device=_CPU, probe_labels_P=probe_labels, probe_keys_P=keys[rows], with_faiss=with_faiss
-    )
+    found = search(probes, shard, k=5, device=_CPU, probe_labels_P=probe_labels, probe_keys_P=keys[rows])
     for probe, row in enumerate(rows):
         others = GalleryShard(embeddings_ND=np.delete(gallery, row, 0), labels_N=np.delete(gallery_labels, row))
         alone = search(probes[[probe]], others, k=5, device=_CPU, probe_labels_P=probe_labels[[probe]])

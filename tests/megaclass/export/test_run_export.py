@@ -8,8 +8,8 @@ import torch
 
 from megaclass.backbones import build_backbone
 from megaclass.errors import DataError, ExportError
+from megaclass.evaluation.centres import read_run_centres
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.protocols.centre_health import read_run_centres
 from megaclass.evaluation.results import write_results
 from megaclass.export.run_export import export_model
 from megaclass.export.safetensors_file import load_centres
@@ -54,7 +54,7 @@ def test_safetensors_come_with_config_card_and_centres_by_name(make_run, tmp_pat
     assert (model.backbone, model.embedding_dim, model.image_size) == ("slim", 16, 32)
     centres = load_centres(out / "centres.safetensors")
     assert list(centres) == ["anna", "bert", "zoë"]
-    assert torch.equal(centres["zoë"][0], read_run_centres(run).in_memory().weight_RD[2])
+    assert torch.equal(centres["zoë"][0], read_run_centres(run).all_rows()[2])
 
 
 def test_insightface_gets_the_state_dict_it_loads(make_run, tmp_path):

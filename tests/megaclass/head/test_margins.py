@@ -576,7 +576,6 @@ def _images(num_images: int, width: int, num_classes: int, seed: int) -> tuple[T
     return directions * norms, labels
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -591,7 +590,7 @@ def _images(num_images: int, width: int, num_classes: int, seed: int) -> tuple[T
     ids=["all classes", "sampled", "corrected", "sub-centres", "filtered", "all of it", "positives only"],
 )
 @pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
-def test_the_head_is_the_dense_softmax_over_the_classes_that_take_part(monkeypatch, formula, settings, kernel):
+def test_the_head_is_the_dense_softmax_over_the_classes_that_take_part(monkeypatch, formula, settings):
     # Chunks of 7 classes, of which the exponentials of two are kept for backward and the others computed again.
     monkeypatch.setattr(chunked, "_CHUNK_BYTES", {"cpu": 1})
     monkeypatch.setattr(chunked, "_MIN_CHUNK", 7)
@@ -602,7 +601,6 @@ def test_the_head_is_the_dense_softmax_over_the_classes_that_take_part(monkeypat
         margin=formula.margin,
         optimizer=RowSGD(momentum=0.0),
         seed=SEED,
-        kernel=kernel,
         storage="float64",
         stored_bytes=2 * num_images * 7 * 8 + 500,
         **settings,
@@ -654,16 +652,14 @@ class NoisyNegatives(Margin):
         return 2 * self.scale
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
 @pytest.mark.parametrize("stored_bytes", [0, 1 << 20], ids=["computed again", "stored"])
-def test_backward_sees_the_noise_that_forward_saw(kernel, stored_bytes):
+def test_backward_sees_the_noise_that_forward_saw(stored_bytes):
     head = PartialFC(
         8,
         40,
         margin=NoisyNegatives(SCALE),
         optimizer=RowSGD(momentum=0.0),
         seed=SEED,
-        kernel=kernel,
         storage="float64",
         stored_bytes=stored_bytes,
     )
@@ -749,8 +745,7 @@ def _five_steps(margin: Margin, settings: dict[str, Any], num_labels: int) -> di
         (CurricularFace(scale=SCALE, momentum=0.3), {"sample_rate": 0.4}, 23),
         (ElasticFace(scale=SCALE, deviation=0.1), {"sample_rate": 0.4, "correct_sampling": True}, 23),
         (ArcFace(scale=SCALE), {"num_subcentres": 3}, 23),
-        (ArcFace(scale=SCALE), {"sample_rate": 0.0, "kernel": "reference"}, 5),
-        (ArcFace(scale=SCALE), {"sample_rate": 0.0, "kernel": "chunked"}, 5),
+        (ArcFace(scale=SCALE), {"sample_rate": 0.0}, 5),
         (NoisyNegatives(SCALE), {}, 23),
         (NormMargin(), {}, 23),
     ],
@@ -759,8 +754,7 @@ def _five_steps(margin: Margin, settings: dict[str, Any], num_labels: int) -> di
         "CurricularFace sampled",
         "ElasticFace sampled",
         "sub-centres",
-        "all classes of the step on rank 0, reference",
-        "all classes of the step on rank 0, chunked",
+        "all classes of the step on rank 0",
         "own margin with noise",
         "own margin that is not a number for padding",
     ],

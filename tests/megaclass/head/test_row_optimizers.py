@@ -164,12 +164,11 @@ def _bits(rows: dict[str, Tensor], is_wanted_R: Tensor) -> dict[str, bytes]:
     return {name: tensor[is_wanted_R].contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in rows.items()}
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
 @pytest.mark.parametrize("storage", ["float32", "float64", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_rows_that_were_not_sampled_stay_to_the_bit(optimizer, storage, kernel):
+def test_rows_that_were_not_sampled_stay_to_the_bit(optimizer, storage):
     num_classes, num_images, seed = 200, 6, 3
-    head = PartialFC(8, num_classes, sample_rate=0.2, optimizer=optimizer, seed=seed, storage=storage, kernel=kernel)
+    head = PartialFC(8, num_classes, sample_rate=0.2, optimizer=optimizer, seed=seed, storage=storage)
     # From the second step on some of the rows left out have momentum, which must not move them.
     for step in range(4):
         labels_B = torch.arange(num_images) * 7 + step
@@ -185,10 +184,9 @@ def test_rows_that_were_not_sampled_stay_to_the_bit(optimizer, storage, kernel):
         assert 0.1 * num_classes < len(drawn_S) < 0.4 * num_classes
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_sub_centres_that_are_closest_to_no_image_stay_to_the_bit(optimizer, kernel):
-    head = PartialFC(8, 30, num_subcentres=4, optimizer=optimizer, storage="float64", kernel=kernel)
+def test_sub_centres_that_are_closest_to_no_image_stay_to_the_bit(optimizer):
+    head = PartialFC(8, 30, num_subcentres=4, optimizer=optimizer, storage="float64")
     embeddings_BD = _random(3, 8, seed=0)
     old = {name: tensor.clone() for name, tensor in head.rows().items()}
     cosines_BCM = (normalize(embeddings_BD) @ normalize(old["weight"]).T).unflatten(1, (30, 4))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError
+from megaclass.head.centres import class_range
 from megaclass.head.sampling import is_drawn, rate_of_negatives, rate_schedule, sample_capacity, sample_classes
-from megaclass.head.shards import class_range
 
 CPU = torch.device("cpu")
 NO_LABELS = torch.zeros(0, dtype=torch.int64)

@@ -72,12 +72,9 @@ def _measured(options: dict[str, Any], num_parts: int, loss_scale: float = 1.0) 
 
 @pytest.mark.parametrize("num_parts", [1, 2], ids=["whole", "accumulated"])
 @pytest.mark.parametrize("rate", [1.0, 0.3])
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
-def test_cosine_norm_and_share_are_those_of_a_dense_classifier_on_any_number_of_ranks(
-    run_ranks, kernel, rate, num_parts
-):
+def test_cosine_norm_and_share_are_those_of_a_dense_classifier_on_any_number_of_ranks(run_ranks, rate, num_parts):
     for size in (1, 2, 3, 4):
-        for outcome in run_ranks(size, _measured, {"kernel": kernel, "sample_rate": rate}, num_parts):
+        for outcome in run_ranks(size, _measured, {"sample_rate": rate}, num_parts):
             for measures, truth in outcome:
                 assert measures == pytest.approx(truth, rel=1e-10)
 

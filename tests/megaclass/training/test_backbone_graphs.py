@@ -121,7 +121,7 @@ def test_a_capture_changes_nothing(graphs):
     assert isinstance(module, GraphedBackbone)
     before = {name: tensor.clone() for name, tensor in model.backbone.state_dict().items()}
     generator = torch.get_rng_state()
-    module._capture(module._shape(images), images)
+    module._capture(module._shape_of(images), images)
     assert len(graphs) == 2
     assert [name for name, tensor in model.backbone.state_dict().items() if not torch.equal(before[name], tensor)] == []
     assert all(parameter.grad is None for parameter in model.backbone.parameters())

@@ -1,4 +1,4 @@
-"""Centres that begin at the class means of the initial backbone: what they are, on any number of ranks, and when not."""
+"""Centres from class means: at the start of a fine-tuning and after the last step, on any number of ranks, and when not."""
 
 import contextlib
 import io
@@ -13,17 +13,22 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import save_file
 
 from megaclass.backbones import build_backbone
+from megaclass.checkpoint.load import load_shared, newest_whole
+from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import load_config_values
 from megaclass.data.decode import decode_image
+from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
+from megaclass.errors import DataError
+from megaclass.evaluation.centres import read_run_centres
 from megaclass.training.model.build import build_model
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder
 from megaclass.training.run.run import open_run
 from megaclass.training.start.initial_weights import load_initial_weights
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.errors import ConfigError, UserError
 from megaclass_launch.world import World
 
@@ -185,7 +190,7 @@ def _train(values, beginning):
     said = io.StringIO()
     with contextlib.redirect_stderr(said), ExitStack() as held:
         context = RankContext(
-            config=load_config_values(values, where="test"), world=this_world(), mode=beginning, held=held
+            config=load_config_values(values, where="test"), world=this_world(), mode=beginning, lock=FolderLock(held)
         )
         train_in_group(context, CPU)
     return said.getvalue()
@@ -197,3 +202,58 @@ def test_a_resumed_run_keeps_its_centres(run_ranks, data, backbone, tmp_path):
     values["train"]["epochs"] = 2
     said = run_ranks(2, _train, values, StartMode(resume="auto"))[0]
     assert "resuming from" in said and "start at the mean" not in said
+
+
+def _trained(run_ranks, size, data, run_dir, backbone, **changes):
+    """Backbone and centres after the last step, in the order of the classes, and what rank 0 said."""
+    values = settings(data, run_dir, backbone, **{"head__sample_rate": 0.5, "train__global_batch": 12} | changes)
+    del values["train"]["init_centres"]
+    said = run_ranks(size, _train, values, StartMode())[0]
+    network = build_backbone("slim", embedding_dim=WIDTH, image_size=32)
+    saved = load_shared(newest_whole(run_dir / "checkpoints")[0])
+    network.load_state_dict(tensors_with_prefix(saved, "backbone."))
+    return network, read_run_centres(run_dir).all_rows().double(), said
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("weight", [None, 0.5], ids=["by default", "chosen"])
+def test_after_the_last_step_of_a_sampled_run_centres_turn_to_the_means_of_their_classes(
+    run_ranks, data, backbone, tmp_path, size, weight
+):
+    chosen = {} if weight is None else {"train__mean_weight": weight}
+    _, before, silent = _trained(run_ranks, size, data, tmp_path / "a", backbone[0], train__mean_weight=0.0)
+    network, after, said = _trained(run_ranks, size, data, tmp_path / "b", backbone[0], **chosen)
+    assert "centres were moved towards the means" in said and "centres were moved" not in silent
+    means = class_means(data, network)
+    truth = F.normalize(before) + (2.0 if weight is None else weight) * means
+    truth = F.normalize(truth) * before.norm(dim=1, keepdim=True)
+    has_images = torch.arange(NUM_CLASSES) != EMPTY
+    torch.testing.assert_close(after[has_images], truth[has_images], rtol=0, atol=1e-5)
+    assert torch.equal(after[EMPTY], before[EMPTY])
+
+
+def test_with_all_negatives_centres_stay_as_they_were_trained(run_ranks, data, backbone, tmp_path):
+    _, before, silent = _trained(
+        run_ranks, 1, data, tmp_path / "a", backbone[0], head__sample_rate=1.0, train__mean_weight=0.0
+    )
+    _, after, said = _trained(run_ranks, 1, data, tmp_path / "b", backbone[0], head__sample_rate=1.0)
+    assert torch.equal(before, after) and "centres were moved" not in said + silent
+
+
+def test_class_means_that_fail_leave_the_centres_and_the_run_as_they_are(run_ranks, data, backbone, tmp_path):
+    """The images disappear after the last step."""
+    values = settings(data, tmp_path / "run", backbone[0], head__sample_rate=0.5, train__global_batch=12)
+    del values["train"]["init_centres"]
+    said = run_ranks(2, _train_without_images_at_the_end, values)
+    assert "the centres stay as they were trained, because their class means failed" in said[0]
+    assert (tmp_path / "run" / "checkpoints").is_dir() and read_run_centres(tmp_path / "run").num_classes == NUM_CLASSES
+
+
+def _train_without_images_at_the_end(values):
+    def fail(self, global_batch):
+        raise DataError("the disk with the images is gone")
+        yield
+
+    # Only on one rank: the other must leave with it.
+    BatchLoader.once = fail if dist.get_rank() == 1 else BatchLoader.once
+    return _train(values, StartMode())

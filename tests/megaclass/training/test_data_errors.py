@@ -11,7 +11,7 @@ from megaclass.config.read import load_config_values
 from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.training.rank_main import RankContext, train_in_group
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.errors import UserError
 from megaclass_launch.world import World
 
@@ -37,7 +37,7 @@ def _train(values) -> tuple[str, str, int]:
     config = load_config_values(values, where="test")
     try:
         with ExitStack() as held:
-            train_in_group(RankContext(config=config, world=world, mode=StartMode(), held=held), CPU)
+            train_in_group(RankContext(config=config, world=world, mode=StartMode(), lock=FolderLock(held)), CPU)
     except UserError as error:
         # They are where they can still speak with each other.
         total = torch.ones(1)

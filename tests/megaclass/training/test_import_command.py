@@ -93,6 +93,7 @@ def test_an_imported_recipe_shows_its_settings_and_trains(published, tmp_path, c
         "train.epochs=1",
         "train.nproc=1",
         "train.device=cpu",
+        "train.evaluate_sets=[]",
     ]
     small += ["backbone.embedding_dim=32", "export.onnx=false", f"train.run_dir={tmp_path / 'run'}"]
     done = ended_in_this_process(["train", str(recipe), *small])

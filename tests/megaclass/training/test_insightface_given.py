@@ -2,8 +2,7 @@
 
 import pytest
 
-from megaclass.insightface.config_file import ConfigFile, read_config_file
-from megaclass.insightface.import_config import published_gpus
+from megaclass.insightface.import_config import ConfigFile, published_gpus, read_config_file
 from megaclass_launch.errors import ConfigError
 
 

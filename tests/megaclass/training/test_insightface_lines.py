@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaclass.insightface.config_file import read_config_file
+from megaclass.insightface.import_config import read_config_file
 from megaclass_launch.errors import ConfigError
 
 

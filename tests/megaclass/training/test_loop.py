@@ -21,7 +21,7 @@ from megaclass.training.between_steps import evaluate_model
 from megaclass.training.finish import finish_run
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.errors import UserError
 from megaclass_launch.world import World
 
@@ -61,7 +61,7 @@ def this_world():
 
 
 def context_of(config, held):
-    return RankContext(config=config, world=this_world(), mode=StartMode(), held=held)
+    return RankContext(config=config, world=this_world(), mode=StartMode(), lock=FolderLock(held))
 
 
 def _train(values):

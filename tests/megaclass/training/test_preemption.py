@@ -25,7 +25,7 @@ from megaclass.cli.main import main
 from megaclass.config.read import load_config
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.signals import Stop
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.events_file import read_events
 from megaclass_launch.world import World
 
@@ -148,7 +148,7 @@ def _train_until_rank_1_gets(number: int, arguments: Sequence[str], folder: Path
             held.callback(sender.join)
             held.callback(is_over.set)
         trained = train_in_group(
-            RankContext(config=config, world=world, mode=StartMode(), held=held), torch.device("cpu")
+            RankContext(config=config, world=world, mode=StartMode(), lock=FolderLock(held)), torch.device("cpu")
         )
     signal.signal(number, previous)
     return trained.outcome.stop, said.getvalue()

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from megaclass.head.shards import class_range
+from megaclass.head.centres import class_range
 from megaclass.training.commits import NO_COMMIT, HeldCommit, copy_distance, newest_whole_commit, transfers
 
 NUM_CLASSES = 11

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tests.forked import forked_ranks, megaclass_command
 
+from megaclass import api
 from megaclass.checkpoint.load import load_shared, saved_rows
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.cli.main import main
 from megaclass.config.read import load_config_values, to_toml
 from megaclass.data.sources.records import open_records
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.training import launch_ranks
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run import folder as run_folder
-from megaclass.training.start.restart import StartMode
+from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass_launch.errors import UserError
 from megaclass_launch.world import World
 
@@ -67,7 +67,9 @@ def _train(values, beginning=None):
     said, error = io.StringIO(), ""
     with contextlib.redirect_stderr(said), ExitStack() as held:
         try:
-            train_in_group(RankContext(config=config, world=world, mode=beginning or StartMode(), held=held), CPU)
+            train_in_group(
+                RankContext(config=config, world=world, mode=beginning or StartMode(), lock=FolderLock(held)), CPU
+            )
         except UserError as caught:
             error = str(caught)
     return losses_of(Path(config.train.run_dir)), said.getvalue(), error
@@ -172,9 +174,12 @@ def test_the_state_that_goes_on_is_all_of_it(by_four):
 
 def test_the_command_line_says_how_a_run_begins(data, tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr(
-        launch_ranks, "start_training", lambda config, arguments, mode: begun.append(replace(mode, command=())) or 0
-    )
+
+    def start(recipe, overrides, mode, *, output):
+        begun.append(replace(mode, command=()))
+        return api.TrainedRun(tmp_path / "run")
+
+    monkeypatch.setattr(api, "start_training", start)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(load_config_values(settings(data, tmp_path / "run"), where="test")))
     for options in ([], ["--resume"], ["--resume=best", "--match-classes"], ["--overwrite"]):

@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from megaclass.api import Evaluation as Evaluation
+    from megaclass.api import TrainedRun as TrainedRun
+    from megaclass.api import evaluate as evaluate
+    from megaclass.api import train as train
     from megaclass.head.margins import *  # noqa: F403
     from megaclass.head.partial_fc import PartialFC as PartialFC
     from megaclass.head.row_optimizers import RowAdagrad as RowAdagrad
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 # Resolved on first use: `megaclass run` must start without paying for torch.
 _PUBLIC = {
     "UserError": "megaclass_launch.errors",
+    **dict.fromkeys(("train", "evaluate", "TrainedRun", "Evaluation"), "megaclass.api"),
     "load": "megaclass.inference",
     "PartialFC": "megaclass.head.partial_fc",
     **dict.fromkeys(("RowSGD", "RowAdamW", "RowAdagrad"), "megaclass.head.row_optimizers"),
@@ -32,7 +37,7 @@ def _margins() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return [*_PUBLIC, *_margins(), "__version__"]
+        return __dir__()
     if name not in _PUBLIC and not name[:1].isupper():
         raise AttributeError(f"module 'megaclass' has no attribute {name!r}")
     if name != "UserError":
@@ -41,3 +46,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC and name not in _margins():
         raise AttributeError(f"module 'megaclass' has no attribute {name!r}")
     return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return [*_PUBLIC, *_margins(), "__version__"]

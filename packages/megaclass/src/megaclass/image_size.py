@@ -26,6 +26,6 @@ def size_from_text(text: str) -> ImageSize:
 
 
 def shown_size(size: ImageSize) -> str:
-    """Width × height, as people say it."""
+    """Width × height, as people say it. Rectangles say so, because the setting data.size is [height, width]."""
     height, width = height_and_width(size)
-    return f"{width} × {height}"
+    return f"{width} × {height}" + (" (width × height)" if height != width else "")

@@ -9,11 +9,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.compiled_programs import Usage, compile_for
 
+from megaclass.head.faults import MULTIPLIER, NUM_WATCHED
 from megaclass.head.gpu import image_programs as triton_images
 from megaclass.head.gpu import kernel_programs as triton_programs
 from megaclass.head.gpu import row_programs as triton_rows
 from megaclass.head.gpu.tiling import Tiles, tiles_for
-from megaclass.head.overwrite_check import MULTIPLIER, NUM_WATCHED
 
 # Compilation starts ptxas.
 pytestmark = pytest.mark.ranks

@@ -1,4 +1,4 @@
-"""`triton_fused` and the programs around it, run by Triton's interpreter on the CPU, against the float64 reference.
+"""`triton_fused` and the programs around it, run by Triton's interpreter on the CPU, against a float64 head.
 
 tests/megaclass/test_triton_interpreter.py starts these tests.
 """
@@ -59,7 +59,7 @@ def batches(num_steps: int, num_classes: int, size: int = NUM_IMAGES) -> list[tu
 def new_head(kernel: str, num_classes: int = NUM_CLASSES, **options: Any) -> Any:
     from megaclass import ArcFace, PartialFC, RowSGD
 
-    storage = "float64" if kernel == "reference" else options.pop("storage", "float32")
+    storage = options.pop("storage", "float64" if kernel == "chunked" else "float32")
     defaults = {
         "margin": ArcFace(scale=16, margin=0.4),
         "optimizer": RowSGD(weight_decay=5e-4),
@@ -125,11 +125,11 @@ MARGINS = [
 
 @interpreted
 @pytest.mark.parametrize("name", MARGINS)
-def test_every_margin_trains_as_the_reference_does(name):
+def test_every_margin_trains_as_a_float64_head_does(name):
     options = {"margin": _margins()[name], "sample_rate": 0.5}
     # Two steps where the margin of the second depends on the first.
     num_steps = 2 if name in ("adaface", "curricular", "curricular, shifted") else 1
-    truth = train(new_head("reference", **options), torch.float64, num_steps)
+    truth = train(new_head("chunked", **options), torch.float64, num_steps)
     assert_close(train(new_head("triton_fused", **options), torch.float32, num_steps), truth, 3e-6)
 
 
@@ -148,7 +148,7 @@ def test_every_margin_trains_as_the_reference_does(name):
         "some stored",
     ],
 )
-def test_every_option_trains_as_the_reference_does(name):
+def test_every_option_trains_as_a_float64_head_does(name):
     options: dict[str, Any] = {
         "all classes": {},
         "a third": {"sample_rate": 0.3},
@@ -160,13 +160,13 @@ def test_every_option_trains_as_the_reference_does(name):
         "recompute": {"stored_bytes": 0},
         "some stored": {"num_classes": 100, "stored_bytes": 2000},  # one chunk of two
     }[name]
-    truth = train(new_head("reference", **options), torch.float64)
+    truth = train(new_head("chunked", **options), torch.float64)
     assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["plain sgd", "nesterov, clipped", "adamw", "adagrad, clipped rows"])
-def test_every_optimizer_moves_the_rows_as_the_reference_does(name):
+def test_every_optimizer_moves_the_rows_as_a_float64_head_does(name):
     from megaclass import RowAdagrad, RowAdamW, RowSGD
 
     optimizer = {
@@ -176,17 +176,17 @@ def test_every_optimizer_moves_the_rows_as_the_reference_does(name):
         "adagrad, clipped rows": RowAdagrad(weight_decay=1e-3, clip_row_norm=0.2),
     }[name]
     options = {"optimizer": optimizer, "sample_rate": 0.3, "num_subcentres": 2}
-    reference, fused = new_head("reference", **options), new_head("triton_fused", **options)
+    exact, fused = new_head("chunked", **options), new_head("triton_fused", **options)
     untouched = fused.rows()["weight"].clone()
-    truth = train(reference, torch.float64)
+    truth = train(exact, torch.float64)
     assert_close(train(fused, torch.float32), truth, 3e-5)
-    still = (reference.rows()["weight"] == new_head("reference", **options).rows()["weight"]).all(1)
+    still = (exact.rows()["weight"] == new_head("chunked", **options).rows()["weight"]).all(1)
     assert still.any() and torch.equal(fused.rows()["weight"][still], untouched[still])
 
 
 @interpreted
 def test_float16_embeddings_lose_what_float16_loses():
-    truth = train(new_head("reference"), torch.float64)
+    truth = train(new_head("chunked"), torch.float64)
     assert_close(train(new_head("triton_fused"), torch.float16), truth, 2e-2)
 
 
@@ -205,9 +205,9 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
 
 @interpreted
 def test_drawn_classes_are_those_of_plain_pytorch():
+    from megaclass.head.centres import ClassRange
     from megaclass.head.gpu import rows as fused_rows
     from megaclass.head.sampling import rate_of_negatives, sample_classes
-    from megaclass.head.shards import ClassRange
 
     labels = torch.tensor([5, 9_999, 30_000, -1, 12_345, 12_345])
     counted = rate_of_negatives(labels, 10_005, 0.1)
@@ -293,7 +293,7 @@ def _train_on_ranks(kernel: str, options: dict[str, Any]) -> tuple[list[float], 
 @interpreted
 @pytest.mark.parametrize("name", ["all classes", "half", "curricular, sizes unknown", "sub-centres"])
 def test_the_same_model_and_measures_on_any_number_of_ranks(run_ranks, name):
-    """The reference's measures are compared with a dense classifier in head/test_stats.py, for each number of ranks."""
+    """The measures of a float64 head are compared with a dense classifier in head/test_stats.py, for each number of ranks."""
     from megaclass import CurricularFace
 
     options: dict[str, Any] = {
@@ -302,7 +302,7 @@ def test_the_same_model_and_measures_on_any_number_of_ranks(run_ranks, name):
         "curricular, sizes unknown": {"margin": CurricularFace(scale=16), "max_batch": None, "sample_rate": 0.5},
         "sub-centres": {"num_subcentres": 2},
     }[name]
-    ((numbers, grads, centres),) = run_ranks(1, _train_on_ranks, "reference", options)
+    ((numbers, grads, centres),) = run_ranks(1, _train_on_ranks, "chunked", options)
     for size in (1, 3) if name == "half" else (3,):
         outcomes = run_ranks(size, _train_on_ranks, "triton_fused", options)
         for other_numbers, _, other_centres in outcomes:
@@ -331,7 +331,7 @@ def _measure_on_ranks(kernel: str, options: dict[str, Any], num_parts: int) -> l
 @pytest.mark.parametrize(("name", "size"), [("all classes", 3), ("half", 2), ("sub-centres", 3)])
 def test_the_same_measures_of_accumulated_parts_on_any_number_of_ranks(run_ranks, name, size):
     options = {"all classes": {}, "half": {"sample_rate": 0.5}, "sub-centres": {"num_subcentres": 2}}[name]
-    (truth,) = run_ranks(1, _measure_on_ranks, "reference", options, 1)
+    (truth,) = run_ranks(1, _measure_on_ranks, "chunked", options, 1)
     for measures in run_ranks(size, _measure_on_ranks, "triton_fused", options, 2):
         for ours, true in zip(measures, truth, strict=True):
             assert ours == pytest.approx(true, rel=1e-5)

@@ -87,7 +87,9 @@ def file_wait(pid: int) -> str:
     """
     if call := _file_call_of(thread for thread in _threads_of(pid) if thread[1] != pid):
         return call
-    for child in children_of(pid):
+    children = children_of(pid)
+    # Python starts loader processes through a server, which then is their parent.
+    for child in (*children, *(one for server in children for one in children_of(server))):
         if state_of(child) in ("T", "t"):
             return f"process {child}, stopped by SIGSTOP; SIGCONT continues it"
         if call := _file_call_of(_threads_of(child)):

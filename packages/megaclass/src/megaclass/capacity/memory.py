@@ -5,19 +5,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaclass.capacity.job import HeadCosts, PlannedJob, head_costs
-from megaclass.data.loader import batches_of_threads, prefetched_by_threads
+from megaclass.data.loader import batches_of_threads
 from megaclass.data.loading.choose import automatic_processes
 from megaclass.data.loading.pool import num_slots
 
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """Processes and threads that read and decode the images of one rank."""
+    """Processes, or threads, that read and decode the images of one rank."""
 
     num_processes: int
     """0: threads of the rank itself."""
     num_threads: int
-    """Of all processes together."""
+    """Decoding threads: one per process, or those of the rank."""
     num_batches: int
     """Decoded batches in host memory; 0 once the images are on the GPU."""
     host_bytes: int
@@ -29,16 +29,16 @@ def plan_loader(job: PlannedJob) -> LoaderPlan:
     height, width = job.image_size
     batch_bytes = job.max_batch * height * width * 3
     if settings.workers == "auto":
-        num_processes = automatic_processes(settings.threads, min(job.num_ranks, job.ranks_per_host))
+        num_processes = automatic_processes(min(job.num_ranks, job.ranks_per_host))
     else:
         num_processes = settings.workers
-    num_threads = settings.threads * max(1, num_processes)
+    num_threads = num_processes or settings.threads
     if settings.on_gpu:
         num_batches = 0
     elif num_processes:
         num_batches = num_slots(batch_bytes)
     else:
-        num_batches = batches_of_threads(num_threads, prefetched_by_threads(num_threads))
+        num_batches = batches_of_threads(num_threads)
     return LoaderPlan(num_processes, num_threads, num_batches, num_batches * batch_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The plan of a job: memory, exchanges, speed, what would fit, what would change the answer most, and all of it as text."""
+"""The plan of a job: memory, exchanges, speed, what would fit, and all of it as text."""
 
 import itertools
 import math
@@ -12,17 +12,14 @@ from megaclass.capacity.speed import exchanges, exposed_seconds, step_time
 from megaclass.progress import duration_text, size_text
 from megaclass_launch.errors import UserError
 
-_NUM_ADVICE = 3
-_WORTH_SAYING = 0.03
-"""Changes of speed or memory below this share are not worth a line."""
 _MOST_RANKS = 1024
 _SAMPLED = 0.1
 """The sample rate that is proposed; benchmarks/sampling_accuracy.md has its accuracy."""
-_Change = tuple[str, dict[str, dict[str, object]], int]
+_Setting = tuple[str, dict[str, dict[str, object]], int]
 
 
 @dataclass(frozen=True)
-class Advice:
+class Alternative:
     """Settings, and what the plan would be with them."""
 
     setting: str
@@ -30,7 +27,6 @@ class Advice:
     peak: int
     images_per_second: float
     fits: bool
-    remark: str = ""
 
 
 def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str, Any]:
@@ -80,7 +76,6 @@ def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str,
         "largest_num_classes": _largest(lambda classes: replace(job, num_classes=job.num_ranks * classes))
         * job.num_ranks,
         "smallest_that_fit": [asdict(one) for one in smallest],
-        "advice": [asdict(one) for one in _advice(job)] if memory.fits(gpu) else [],
     }
 
 
@@ -123,7 +118,7 @@ def _largest(job_of: Callable[[int], PlannedJob]) -> int:
     return low
 
 
-def smallest_that_fit(job: PlannedJob) -> list[Advice]:
+def smallest_that_fit(job: PlannedJob) -> list[Alternative]:
     """Searches numbers of ranks, storage, sample rate and batch: answers how many GPUs the job needs.
 
     The changes that alter the training least come first. Each later entry alters it more, and needs fewer GPUs than all
@@ -131,18 +126,18 @@ def smallest_that_fit(job: PlannedJob) -> list[Advice]:
     """
     batch, parts = job.config.train.global_batch, job.config.train.accumulate
     # Settings as typed, the same for with_settings, and how much they alter the training.
-    unchanged: _Change = ("", {}, 0)
-    storages: list[_Change] = [unchanged, ("head.storage=bf16", {"head": {"storage": "bf16"}}, 1)]
-    rates: list[_Change] = [unchanged]
+    unchanged: _Setting = ("", {}, 0)
+    storages: list[_Setting] = [unchanged, ("head.storage=bf16", {"head": {"storage": "bf16"}}, 1)]
+    rates: list[_Setting] = [unchanged]
     if job.sample_rate > _SAMPLED:
         rates.append((f"head.sample_rate={_SAMPLED}", {"head": {"sample_rate": _SAMPLED}}, 2))
-    batches: list[_Change] = [unchanged]
+    batches: list[_Setting] = [unchanged]
     batches += [(f"train.accumulate={times * parts}", {"train": {"accumulate": times * parts}}, 1) for times in (2, 4)]
     batches += [
         (f"train.global_batch={batch // part}", {"train": {"global_batch": batch // part, "accumulate": 1}}, part)
         for part in (2, 4, 8)
     ]
-    found: list[Advice] = []
+    found: list[Alternative] = []
     fewest = min(_MOST_RANKS, job.num_classes) + 1
     for changes in sorted(itertools.product(storages, rates, batches), key=lambda three: sum(one[2] for one in three)):
         changed = job
@@ -152,45 +147,10 @@ def smallest_that_fit(job: PlannedJob) -> list[Advice]:
         while num_ranks < fewest and _is_possible(candidate := replace(changed, num_ranks=num_ranks)):
             if _fits(candidate):
                 setting = " ".join([f"-np {num_ranks}", *(text for text, _, _ in changes if text)])
-                found.append(Advice(setting, *_numbers(candidate)))
+                found.append(Alternative(setting, *_numbers(candidate)))
                 fewest = num_ranks
             num_ranks *= 2
     return found
-
-
-def _advice(job: PlannedJob) -> list[Advice]:
-    """Tries the settings that usually matter, and returns those that make a job that fits fastest."""
-    config = job.config
-    batch, stored = config.train.global_batch, job.stored_bytes / 2**30
-    tries: list[tuple[str, PlannedJob, str]] = [
-        (f"train.global_batch={2 * batch}", _with_batch(job, 2 * batch), "adapt optimizer.lr"),
-        ("head.storage=bf16", job.with_settings(head={"storage": "bf16"}), "centres are rounded stochastically"),
-        ("head.optimizer=adagrad", job.with_settings(head={"optimizer": "adagrad"}), "needs another learning rate"),
-        (f"-np {2 * job.num_ranks}", replace(job, num_ranks=2 * job.num_ranks), "twice the GPUs"),
-        (f"head.stored_gib={stored * 4:g}", job.with_settings(head={"stored_gib": stored * 4}), "computes less again"),
-    ]
-    if job.sample_rate > _SAMPLED:
-        sampled = job.with_settings(head={"sample_rate": _SAMPLED})
-        tries.insert(0, (f"head.sample_rate={_SAMPLED}", sampled, "see benchmarks/sampling_accuracy.md"))
-    if not config.is_compiled(on_gpu=True) and config.backbone.name.startswith("vit"):
-        tries.append(("train.compile=true", job.with_settings(train={"compile": True}), "compiles at the start"))
-    if job.num_ranks > 1 and config.train.compression == "none":
-        tries.append(
-            ("train.compression=bf16", job.with_settings(train={"compression": "bf16"}), "gradients travel in 16 bits")
-        )
-    replayed = job.with_settings(train={"cuda_graph": "on"})
-    if replayed.replays_backbone and not job.replays_backbone:
-        tries.append(
-            ("train.cuda_graph=on", replayed, "the host starts a step with fewer calls; auto finds out by itself")
-        )
-    speed = _numbers(job)[1]
-    found = [
-        Advice(setting, *_numbers(changed), remark)
-        for setting, changed, remark in tries
-        if changed != job and _is_possible(changed) and _fits(changed)
-    ]
-    found = [one for one in found if one.images_per_second > (1 + _WORTH_SAYING) * speed]
-    return sorted(found, key=lambda one: -one.images_per_second)[:_NUM_ADVICE]
 
 
 def _is_possible(job: PlannedJob) -> bool:
@@ -244,18 +204,16 @@ def plan_text(plan: Mapping[str, Any], job: PlannedJob) -> str:
         f"Speed         {plan['images_per_second']:,.0f} images/s, {duration_text(plan['epoch_s'])} per epoch, "
         f"{duration_text(plan['total_s'])} for {config.train.epochs:g} epochs",
         f"Checkpoint    {size_text(plan['checkpoint_bytes'])}",
-        f"Data          {_data(plan, config.data.threads)}",
+        f"Data          {_data(plan)}",
         f"Would fit     {_would_fit(plan)}",
     ]
-    for title, key in (("Fewest GPUs that fit", "smallest_that_fit"), ("Settings that would make it faster", "advice")):
-        if plan[key]:
-            lines += ["", title]
-            width = max(38, *(len(one["setting"]) for one in plan[key]))
-            lines += [
-                f"  {one['setting']:{width}}{size_text(one['peak']):>11}{one['images_per_second']:>12,.0f} images/s"
-                + (f"  ({one['remark']})" if one["remark"] else "")
-                for one in plan[key]
-            ]
+    if smallest := plan["smallest_that_fit"]:
+        lines += ["", "Fewest GPUs that fit"]
+        width = max(38, *(len(one["setting"]) for one in smallest))
+        lines += [
+            f"  {one['setting']:{width}}{size_text(one['peak']):>11}{one['images_per_second']:>12,.0f} images/s"
+            for one in smallest
+        ]
     return "\n".join(lines)
 
 
@@ -276,19 +234,20 @@ def _would_fit(plan: Mapping[str, Any]) -> str:
     return f"{with_batch}, or {with_classes}"
 
 
-def _data(plan: Mapping[str, Any], threads_per_process: int) -> str:
+def _data(plan: Mapping[str, Any]) -> str:
     needed = f"{plan['images_per_second'] / plan['num_ranks']:,.0f} images/s per rank are needed"
     threads, processes = plan["reader_threads_per_rank"], plan["loader_processes_per_rank"]
     wanted = plan["threads_needed_per_rank"]
     if wanted is None:
         return f"{needed}; nothing was measured, because there is no data here"
-    here = f"{threads} thread" + "s" * (threads > 1)
-    if processes:
-        here += f" in {processes} loader process" + "es" * (processes > 1)
+    here = (
+        f"{processes} loader process" + "es" * (processes > 1)
+        if processes
+        else f"{threads} thread" + "s" * (threads > 1)
+    )
     indent = f"\n{'':14}"
     decoded = f"{plan['decode_images_per_second_per_thread']:,.0f}"
     reads = f"{needed}; one thread of this machine{indent}reads and decodes {decoded}, so {wanted}"
     if threads >= wanted:
         return f"{reads} keep up; each rank has {here}"
-    change = f"data.workers={-(-wanted // threads_per_process)}"
-    return f"{reads} would keep up;{indent}each rank has {here}: set {change} if the host has the cores"
+    return f"{reads} would keep up;{indent}each rank has {here}: set data.workers={wanted} if the host has the cores"

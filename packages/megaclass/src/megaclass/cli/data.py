@@ -29,7 +29,7 @@ def add_data_commands(commands: "Commands") -> None:
 
     look = _command(below, "inspect", _inspect, "print counts, sizes, the range of labels and images per class")
     look.add_argument("path", help=_DATA)
-    look.add_argument("--png", type=Path, metavar="FOLDER", help="write histogram.png and first-images.png there")
+    look.add_argument("--png", type=Path, metavar="FOLDER", help="write first-images.png there")
 
     check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
     check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
@@ -121,7 +121,7 @@ def _add_pack(below: "Commands") -> None:
         below, "pack", _pack, "convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards"
     )
     pack.add_argument("path", help=_DATA)
-    pack.add_argument("--out", type=Path, required=True, help="folder to write; an interrupted run is resumed")
+    pack.add_argument("--out", type=Path, required=True, help="folder to write")
     pack.add_argument(
         "--format",
         choices=["rec", "tar"],
@@ -198,9 +198,12 @@ def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
     source = open_source(options.path)
     with _progress("unpacking") as on_progress:
-        unpack(source, options.out, class_names=format_of(options.path).class_names(), on_progress=on_progress)
-    text = f"{options.out}: {source.num_images:,} images of {source.num_classes:,} classes"
-    return 0, {"out": str(options.out), "images": source.num_images, "classes": source.num_classes}, text
+        names = format_of(options.path).class_names()
+        num_bad = unpack(source, options.out, class_names=names, on_progress=on_progress)
+    num_images = source.num_images - num_bad
+    text = f"{options.out}: {num_images:,} images of {source.num_classes:,} classes"
+    text += f"; {num_bad:,} that cannot be decoded were left out" if num_bad else ""
+    return 0, {"out": str(options.out), "images": num_images, "classes": source.num_classes, "bad": num_bad}, text
 
 
 def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -233,8 +236,8 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
     with _progress("packing images") as on_progress:
         packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
     text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
-    if packed.num_resumed:
-        text += f"; resumed after {packed.num_resumed:,} images"
+    if packed.num_bad:
+        text += f"; {packed.num_bad:,} that cannot be decoded were left out"
     if packed.labels_in_id2:
         text += "; labels are stored as 64-bit numbers in id2, as the second line of property states (labels=id2)"
     if packed.num_other_size:
@@ -245,7 +248,7 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
 
 
 def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.inspect import inspect_source, write_first_images, write_histogram
+    from megaclass.data.tools.inspect import inspect_source, write_first_images
 
     source = _open(options.path)
     with _progress("inspecting images") as on_progress:
@@ -254,11 +257,10 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.png is not None:
         try:
             options.png.mkdir(parents=True, exist_ok=True)
-            write_histogram(options.png / "histogram.png", found)
             write_first_images(options.png / "first-images.png", source)
         except OSError as error:
             raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
-        text += f"\n\n{options.png / 'histogram.png'}, {options.png / 'first-images.png'}"
+        text += f"\n\n{options.png / 'first-images.png'}"
     return 0, found.to_json(), text
 
 
@@ -319,6 +321,7 @@ def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         if made.num_pairs
         else "No pairs: too few images were held out.",
     ]
+    lines += [f"{made.num_bad:,} images that cannot be decoded were left out."] if made.num_bad else []
     return 0, {"out": str(options.out), "by": by, **made.__dict__}, "\n".join(lines)
 
 
@@ -356,7 +359,7 @@ def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     import torch
 
-    from megaclass.bench.data import bench_stages
+    from megaclass.data.tools.bench import bench_stages
 
     source = _open(options.path)
     with _progress("measuring") as on_progress:

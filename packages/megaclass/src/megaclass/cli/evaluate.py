@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from megaclass_launch.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands
-    from megaclass.evaluation.protocol import EvaluationSet, SetResult
+    from megaclass.evaluation.protocol import SetResult
     from megaclass.inference import LoadedModel
     from megaclass_launch.world import World
 
@@ -28,7 +27,7 @@ def add_evaluate_commands(commands: "Commands") -> None:
     """Adds the four commands to the parser's commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="evaluate a model on verification, template and identification sets",
+        help="evaluate a model: classification, verification, templates, identification, retrieval",
         description="Evaluates a model: megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC",
     )
     evaluate.add_argument("model", type=Path, help=_MODEL_HELP)
@@ -40,6 +39,14 @@ def add_evaluate_commands(commands: "Commands") -> None:
         metavar="SET",
         help=".bin, pairs list, IJB folder, or folder of .bin files",
     )
+    evaluate.add_argument(
+        "--classify",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DATA",
+        help="labelled images to classify, as for data.path: a folder per class, .rec or tar files",
+    )
     evaluate.add_argument("--gallery", type=Path, help="known people: a folder of identities, or embeddings .npy")
     evaluate.add_argument(
         "--probes", type=Path, help="people to search for: a folder of identities, or embeddings .npy"
@@ -50,12 +57,12 @@ def add_evaluate_commands(commands: "Commands") -> None:
     evaluate.add_argument(
         "--training-data",
         metavar="PATH",
-        help="training data of the model, as for data.path, to count the images of each .bin file that it contains",
+        help="training data of the model, as for data.path: counts the images of each .bin file that it contains, and gives "
+        "the accuracy of --classify by the number of training images",
     )
     evaluate.add_argument(
         "--out", type=Path, help="folder for evaluation.json (default: the run folder, if MODEL is one)"
     )
-    evaluate.add_argument("--faiss", action="store_true", help="search galleries with faiss (megaclass[retrieval])")
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
     _add_running(evaluate)
     evaluate.set_defaults(run=_evaluate)
@@ -140,46 +147,32 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
-    def run(model: "LoadedModel", world: "World") -> int:
-        from megaclass.data.sources.open_source import open_source
-        from megaclass.evaluation.protocol import Evaluator
-        from megaclass.evaluation.results import write_results
-        from megaclass.evaluation.sets import evaluate_sets, sets_of_main_rank
-        from megaclass.evaluation.training_overlap import compared_with_training_data
+    if _starts_ranks(options):
+        return _on_own_ranks(options, given)
+    from megaclass.api import evaluate
+    from megaclass_launch.world import world_from_environment
 
-        sets = sets_of_main_rank(lambda: _sets(options), model.device)
-        fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
-        evaluator = Evaluator(
-            network=model.network,
-            image_size=model.image_size,
-            embedding_dim=model.embedding_dim,
-            device=model.device,
-            batch_size=options.batch_size,
-            num_threads=options.threads,
-            fit=fit,
-            mirror=mirror,
-            with_faiss=options.faiss,
-        )
-        results: list[SetResult] = []
-        for one in sets:
-            with _bar(f"evaluating {one.name}", world) as on_progress:
-                found = evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
-            if world.is_main and options.training_data is not None:
-                found = compared_with_training_data(found, open_source(options.training_data), options.training_data)
-            results += found
-            if world.is_main and not options.json:
-                print_result(results[-1])
-        if world.is_main:
-            if options.json:
-                print(json.dumps({result.name: result.to_json() for result in results}, indent=1), flush=True)
-            out = options.out or (options.model if options.model.is_dir() else None)
-            if out is not None:
-                with _writing(out):
-                    path = write_results(out, {"name": model.name, "weights": model.fingerprint()}, results)
-                _logger.info(f"numbers in {path}")
-        return 2 if any(result.error is not None for result in results) else 0
-
-    return _on_ranks(options, given, run)
+    found = evaluate(
+        options.model,
+        options.on,
+        classify=options.classify,
+        gallery=options.gallery,
+        probes=options.probes,
+        distractors=options.distractors,
+        training_data=options.training_data,
+        out=options.out,
+        fit=options.fit,
+        resize=options.resize,
+        mirror=options.mirror,
+        batch_size=options.batch_size,
+        threads=options.threads,
+        device=options.device,
+        backbone=options.backbone,
+        on_result=None if options.json else print_result,
+    )
+    if options.json and world_from_environment().is_main:
+        print(json.dumps(found.numbers, indent=1), flush=True)
+    return 2 if any(result.error is not None for result in found.results) else 0
 
 
 def print_result(result: "SetResult") -> None:
@@ -189,24 +182,6 @@ def print_result(result: "SetResult") -> None:
     print(f"{result.name:16} {headline(result)}", flush=True)
     for line in result_lines(result):
         print(f"{'':16} {line}", flush=True)
-
-
-def _sets(options: argparse.Namespace) -> "list[EvaluationSet]":
-    from megaclass.evaluation.protocol import EvaluationSet
-    from megaclass.evaluation.sets import find_sets
-
-    sets = find_sets(options.on)
-    if (options.gallery or options.distractors) and not options.probes:
-        raise ConfigError("--gallery and --distractors need --probes, the images to search for.")
-    if options.gallery:
-        name = f"{options.probes.stem} in {options.gallery.stem}"
-        sets.append(EvaluationSet(name=name, kind="identification", path=options.gallery, probes=options.probes))
-    if options.distractors:
-        name = f"{options.probes.stem} among {options.distractors.stem}"
-        sets.append(EvaluationSet(name=name, kind="distractors", path=options.distractors, probes=options.probes))
-    if not sets:
-        raise ConfigError("Nothing to evaluate on: give --on SET …, or --probes with --gallery or --distractors.")
-    return sets
 
 
 def _report(options: argparse.Namespace, given: list[str]) -> int:
@@ -282,22 +257,32 @@ def _embed(options: argparse.Namespace, given: list[str]) -> int:
 
 def _on_ranks(options: argparse.Namespace, given: list[str], run: "Callable[[LoadedModel, World], int]") -> int:
     """Calls `run` in every process of the job: those of the launcher in charge, those of --nproc, or this one."""
+    if _starts_ranks(options):
+        return _on_own_ranks(options, given)
+    from megaclass.distributed.agreement import on_every_rank
+    from megaclass.inference import load
+    from megaclass_launch.ranks.process_group import process_group
+    from megaclass_launch.world import world_from_environment
+
+    world = world_from_environment()
+    with process_group(world, device=options.device) as device:
+        return run(on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device), world)
+
+
+def _starts_ranks(options: argparse.Namespace) -> bool:
+    """Tells whether this process is to start those of --nproc: no launcher has started it as one of several."""
     from megaclass_launch.world import NO_STARTER, world_from_environment
 
     for name in ("batch_size", "threads", "nproc"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
-    world = world_from_environment()
-    if world.starter == NO_STARTER and options.nproc > 1:
-        from megaclass_launch.launchers.local import run_local
+    return options.nproc > 1 and world_from_environment().starter == NO_STARTER
 
-        return run_local([sys.executable, "-P", "-m", "megaclass", *given], options.nproc)
-    from megaclass.distributed.agreement import on_every_rank
-    from megaclass.inference import load
-    from megaclass_launch.ranks.process_group import process_group
 
-    with process_group(world, device=options.device) as device:
-        return run(on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device), world)
+def _on_own_ranks(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass_launch.launchers.local import run_local
+
+    return run_local([sys.executable, "-P", "-m", "megaclass", *given], options.nproc)
 
 
 def _bar(title: str, world: "World") -> "AbstractContextManager[Callable[[int, int], None] | None]":

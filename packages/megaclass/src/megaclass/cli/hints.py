@@ -8,6 +8,19 @@ from typing import NoReturn, TypeAlias
 
 from megaclass.config.read import settings_named
 
+_OTHER_NAMES = {
+    "fit": ("train",),
+    "finetune": ("train",),
+    "predict": ("classify", "embed"),
+    "infer": ("classify", "embed"),
+    "test": ("evaluate",),
+    "eval": ("evaluate",),
+    "verify": ("evaluate",),
+    "benchmark": ("bench",),
+    "convert": ("export", "import-config"),
+}
+"""Commands by their names in other programs; the first one that exists is proposed."""
+
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, whose error for a misspelt command or option shows the line that was probably meant."""
@@ -34,7 +47,10 @@ def _hint(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
     words = [word for word in given if not word.startswith("-")]
     wrong = words[depth] if len(words) > depth else None
     if commands and wrong is not None and wrong not in commands:
-        close = difflib.get_close_matches(wrong, commands, n=1)
+        if wrong == "help":
+            return f"\nDid you mean: {_line([*(word for word in given if word != wrong), '--help'])}"
+        others = [name for name in _OTHER_NAMES.get(wrong, ()) if name in commands]
+        close = others or difflib.get_close_matches(wrong, commands, n=1)
         if close:
             place = list(given).index(wrong)
             return f"\nDid you mean: {_line([*given[:place], close[0], *given[place + 1 :]])}"
@@ -59,9 +75,12 @@ def settings_for_options(given: Sequence[str], unknown: Sequence[str]) -> str:
             return ""
         place = line.index(option)
         if not equals:
-            if not rest or rest[0].startswith("-"):
+            # argparse may have taken the value for a setting.
+            value = line[place + 1] if place + 1 < len(line) else ""
+            if not value or value.startswith("-") or "=" in value:
                 return ""
-            value = rest.pop(0)
+            if rest[:1] == [value]:
+                rest.pop(0)
             del line[place + 1]
         line[place] = f"{names[0]}={value}"
     return _line(line)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megaclass import __version__
-from megaclass.cli.cluster import add_cluster_commands
 from megaclass.cli.data import add_data_commands
 from megaclass.cli.evaluate import add_evaluate_commands
 from megaclass.cli.hints import Parser, settings_for_options
@@ -18,7 +17,7 @@ from megaclass.cli.models import add_model_commands
 from megaclass.cli.plan import add_plan_command
 from megaclass.cli.train import add_recipe_commands, add_train_commands
 from megaclass.torch_version import check_torch
-from megaclass_launch.command import run
+from megaclass_launch.command import add_allreduce_command, add_check_command, run
 from megaclass_launch.errors import EXIT_TRY_AGAIN, AgreedError, UserError, is_transient
 from megaclass_launch.messages import add_output_options, messages_on_stderr, print_error
 
@@ -137,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_command(commands)
     add_recipe_commands(commands, parser)
     commands.add_parser("run", help="start a command on this machine or many, as horovodrun does")
-    add_cluster_commands(commands)
+    add_check_command(commands)
+    bench = commands.add_parser("bench", help="measure collectives")
+    add_allreduce_command(bench.add_subparsers(required=True, metavar="COMMAND"))
     add_evaluate_commands(commands)
     add_model_commands(commands)
     add_data_commands(commands)

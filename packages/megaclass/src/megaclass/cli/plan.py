@@ -22,7 +22,7 @@ def add_plan_command(commands: "Commands") -> None:
     """Adds `plan`."""
     plan = commands.add_parser(
         "plan",
-        help="say before the start whether a job fits, how fast it is and what to change",
+        help="say before the start whether a job fits, how fast it is, and on how few GPUs it would fit",
         description="Estimates memory, exchanges and time of a job without running it: megaclass plan demo -np 64 --gpu h200",
         epilog="Exits with 0 if the job fits and with 1 if it does not.",
     )
@@ -115,6 +115,6 @@ def _image_size(config: "Config", source: "ImageSource | None") -> tuple[int, in
 
 def _decode_rate(source: "ImageSource") -> float:
     """Measures for a second how many images one thread of this machine reads and decodes."""
-    from megaclass.bench.data import read_and_decode_rate
+    from megaclass.data.tools.bench import read_and_decode_rate
 
     return read_and_decode_rate(source, seconds=_DECODE_S)

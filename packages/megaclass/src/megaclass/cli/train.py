@@ -20,7 +20,11 @@ def add_train_commands(commands: Commands) -> None:
         help="train, evaluate and export the model of a recipe",
         description="Trains the model of a recipe: megaclass train demo head.sample_rate=0.1 train.epochs=2",
     )
-    train.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a built-in recipe")
+    train.add_argument(
+        "recipe",
+        type=Path,
+        help="TOML file with the settings, name of a built-in recipe, or a folder of images, for which a recipe is chosen",
+    )
     train.add_argument(
         "settings",
         nargs="*",
@@ -92,11 +96,13 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
                 f"Cannot read the argument {setting!r}: expected section.key=value. To resume from it, write "
                 f"--resume={setting}."
             )
-    config = load_config(options.recipe, options.settings)
-    if options.show_config:
+    is_recipe = not options.recipe.is_dir() and "=" not in str(options.recipe)
+    # Torch is not loaded for a mistake in a setting, and not for --show-config.
+    config = load_config(options.recipe, options.settings) if is_recipe else None
+    if options.show_config and config is not None:
         print(to_toml(config), end="")
         return 0
-    from megaclass.training.launch_ranks import start_training
+    from megaclass.api import resolve_recipe, start_training
     from megaclass.training.start.restart import StartMode
 
     mode = StartMode(
@@ -106,7 +112,10 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
         trusts_numbers=options.same_numbers,
         command=("megaclass", *("--resume" if word == "--resume=auto" else word for word in given)),
     )
-    return start_training(config, given[1:], mode)
+    if options.show_config:
+        print(to_toml(load_config(*resolve_recipe(options.recipe, options.settings, mode))), end="")
+        return 0
+    return start_training(options.recipe, options.settings, mode, output=options.output).exit_code
 
 
 def _top(options: argparse.Namespace, given: list[str]) -> int:
@@ -152,6 +161,9 @@ def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> 
     demo.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"
     )
+    demo.add_argument(
+        "--resume", nargs="?", const="auto", metavar="", help="continue the demo, for example with train.epochs=10"
+    )
     demo.set_defaults(run=lambda options, given: _demo(options, parser))
     recipes = commands.add_parser(
         "recipes", help="list the built-in recipes", description="Lists the built-in recipes with their first line."
@@ -171,7 +183,8 @@ def _demo(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     # Several processes are started and watched on Linux only. Before the settings, which take precedence.
     own = [] if is_linux() else ["train.nproc=1"]
     # The ranks are started with these arguments.
-    given = ["train", "demo", *own, *options.settings, "--overwrite", *output]
+    how = "--overwrite" if options.resume is None else f"--resume={options.resume}"
+    given = ["train", "demo", *own, *options.settings, how, *output]
     train = parser.parse_args(given)
     code: int = train.run(train, given)
     return code

@@ -2,12 +2,13 @@
 
 import dataclasses
 import difflib
+import importlib
 import json
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -83,8 +84,7 @@ def _meant_by_folder(path: Path) -> str:
     """Returns the line to type for a run folder, or for a folder of images."""
     if (path / "config.toml").is_file():
         return f"To continue that run: megaclass train {path / 'config.toml'} --resume"
-    run_dir = f"runs/{path.resolve().name}"
-    return f"To train on the images in it: megaclass train demo data.path={path} synth.identities=0 train.run_dir={run_dir}"
+    return f"To train on the images in it: megaclass train {path}"
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -128,6 +128,44 @@ class _Argument:
 
     text: str
     value: Any
+
+
+def overrides_of(name: str, value: object) -> Iterator[str]:
+    """Yields `section.key=value` for a keyword: a setting by its own name (epochs=5), or a section (head={"scale": 32.0}).
+
+    None leaves a setting as it is.
+    """
+    if isinstance(value, Mapping):
+        if name not in _hints(Config):
+            raise ConfigError(f"{name} is given as {value!r}, but sections are {', '.join(_hints(Config))}.")
+        for key, one in value.items():
+            yield from _override(f"{name}.{key}", one)
+        return
+    found = _settings_called(name)
+    if not found:
+        meant = settings_named(name)
+        hint = (
+            f"did you mean {meant[0].partition('.')[2]}?" if meant else "megaclass train demo --show-config lists all."
+        )
+        raise ConfigError(f"There is no setting {name!r}; {hint}")
+    if len(found) > 1:
+        section, _, key = found[0].partition(".")
+        raise ConfigError(f"{name} may be {' or '.join(found)}: write {section}={{{key!r}: …}}.")
+    yield from _override(found[0], value)
+
+
+def _override(name: str, value: object) -> Iterator[str]:
+    if value is not None:
+        yield f"{name}={_toml_value(str(value) if isinstance(value, Path) else value)}"
+
+
+def value_given(overrides: Sequence[str], section: str, key: str) -> str:
+    """Returns the text that these `section.key=value` give a setting; empty if they do not set it."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _apply(values, override)
+    given = values.get(section, {}).get(key)
+    return "" if given is None else given.value if isinstance(given.value, str) else str(given.text)
 
 
 def _is_removed(name: str, given: Any, where: str) -> bool:
@@ -175,6 +213,8 @@ def _build(cls: type[T], values: dict[str, Any], prefix: str, where: str) -> T:
 
 def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
     choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if isinstance(given, _Argument):
+        given = _list_without_brackets(given, choices)
     # Of a union of types, the first one that fits.
     for choice in choices:
         # A folder called 2024 is text on the command line, although TOML reads a number.
@@ -190,7 +230,25 @@ def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
     # By its letters "gpu" is closest to "cpu".
     close = ["cuda"] if shown == "gpu" and "cuda" in literals else difflib.get_close_matches(str(shown), literals, n=1)
     hint_text = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"{_place(given, where)}: {name} is {shown!r}; expected {_type_name(hint)}{hint_text}")
+    raise ConfigError(f"{_place(given, where)}: {name} is {shown!r}; expected {_type_name(hint, name)}{hint_text}")
+
+
+def _list_without_brackets(given: _Argument, choices: Sequence[Any]) -> _Argument:
+    """Reads `lfw,agedb_30`, and `[lfw]` whose quotes the shell has removed, as lists, if the setting is a list.
+
+    A single word or number is a list of one, unless the setting may also be a single one.
+    """
+    is_list = any(typing.get_origin(choice) is tuple and typing.get_args(choice)[0] in _SCALARS for choice in choices)
+    text = given.text.strip().removeprefix("[").removesuffix("]")
+    if not is_list or isinstance(given.value, list) or not text or (len(choices) > 1 and "," not in text):
+        return given
+    items = []
+    for part in text.split(","):
+        try:
+            items.append(tomllib.loads(f"item = {part.strip()}")["item"])
+        except ValueError:
+            items.append(part.strip())
+    return _Argument(given.text, items)
 
 
 def _place(given: Any, where: str) -> str:
@@ -199,12 +257,50 @@ def _place(given: Any, where: str) -> str:
     return "command line" if all(isinstance(value, _Argument) for value in values) else where
 
 
+_SCALARS = (int, float, str)
+_EXAMPLES = {
+    "data.size": "[112, 96]",
+    "backbone.freeze": '["conv1"]',
+    "head.sample_rate": "[[0, 0.1], [8000, 1.0]]",
+    "optimizer.step_epochs": "[8, 14]",
+    "train.profile_ranks": "[0, 8]",
+    "train.evaluate_sets": '["lfw", "agedb_30"]',
+}
+"""A value of each setting that is a list, for error messages."""
+_OTHER_NAMES = {
+    "train.global_batch": ("batch_size", "batch"),
+    "train.nproc": ("gpus", "num_gpus", "ngpus", "devices", "np", "nproc_per_node"),
+    "train.run_dir": ("out", "output", "output_dir", "save_dir", "out_dir"),
+    "train.precision": ("amp", "fp16", "bf16"),
+    "train.patience": ("early_stopping", "early_stop"),
+    "data.path": ("data", "dataset", "data_dir", "root", "rec"),
+    "data.size": ("image_size", "img_size", "resolution"),
+    "data.workers": ("num_workers",),
+    "backbone.name": ("model", "network", "arch", "backbone"),
+    "backbone.embedding_dim": ("embedding_size", "dim"),
+    "head.margin": ("loss", "head"),
+    "optimizer.lr": ("learning_rate",),
+    "optimizer.name": ("optimizer", "optim"),
+    "optimizer.warmup_epochs": ("warmup",),
+    "train.epochs": ("num_epochs", "num_epoch", "max_epochs"),
+}
+"""Names of these settings in other programs."""
+
+
 def settings_named(key: str) -> list[str]:
-    """Returns the settings of this name as section.key; the closest names if there is none."""
-    known = {f"{section}.{name}": name for section, hint in _hints(Config).items() for name in _hints(hint)}
-    same = [full for full, name in known.items() if name == key]
-    close = difflib.get_close_matches(key, known.values(), n=1, cutoff=0.7)
-    return same or [full for full, name in known.items() if name in close]
+    """Returns the settings of this name as section.key; by other programs' names or the closest names if there is none."""
+    close = difflib.get_close_matches(key, _all_settings().values(), n=1, cutoff=0.7)
+    return _settings_called(key) or [full for full, name in _all_settings().items() if name in close]
+
+
+def _settings_called(key: str) -> list[str]:
+    """Returns the settings that have exactly this name, or have it in other programs."""
+    meant = [name for name, others in _OTHER_NAMES.items() if key in others]
+    return meant or [full for full, name in _all_settings().items() if name == key]
+
+
+def _all_settings() -> dict[str, str]:
+    return {f"{section}.{name}": name for section, hint in _hints(Config).items() for name in _hints(hint)}
 
 
 def _nearest(key: str, siblings: Sequence[str] | dict[str, Any], prefix: str) -> str:
@@ -241,20 +337,19 @@ def _fit_tuple(value: Any, members: tuple[Any, ...]) -> tuple[bool, Any]:
     return all(fits for fits, _ in fitted), tuple(item for _, item in fitted)
 
 
-def _type_name(hint: Any) -> str:
+def _type_name(hint: Any, name: str = "") -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(choice) for choice in typing.get_args(hint) if choice is not type(None))
+        return " or ".join(_type_name(choice, name) for choice in typing.get_args(hint) if choice is not type(None))
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(str(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        examples = {float: "[8, 14]", str: '["conv1"]', int: "[112, 96]"}
-        return f"a list like {examples.get(typing.get_args(hint)[0], '[[0, 0.1], [8000, 1.0]]')}"
+        return f"a list like {_EXAMPLES[name]}"
     return names[hint]
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, float):
         text = repr(value)
@@ -288,3 +383,24 @@ def recipe_summaries() -> Iterator[tuple[str, str]]:
                 break
             comment.append(line.removeprefix("# "))
         yield name, " ".join(comment).split(". ")[0].rstrip(".") + "."
+
+
+def own_class(setting: str, name: str, example: str) -> Callable[..., Any]:
+    """Imports the class or function; raises a ConfigError that shows an example, such as `mynets:Net`."""
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # `python -m megaclass` also looks in the working folder; last, so nothing there hides an installed package.
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        file, _, wanted = example.partition(":")
+        raise ConfigError(
+            f"{setting} is {name!r}, expected package.module:Class on the Python path: {error}; looked in {here} and on "
+            f"the Python path. A file {file}.py in this folder with a class {wanted} is {example}."
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{setting} is {name!r}, which is not a class or function.")
+    made: Callable[..., Any] = found
+    return made

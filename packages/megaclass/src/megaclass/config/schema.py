@@ -33,7 +33,7 @@ def within(allowed: str) -> dict[str, object]:
 
 def _require(name: str, value: object, is_allowed: bool, allowed: str) -> None:
     if not is_allowed:
-        raise ConfigError(f"{name} is {value}; it must be {allowed}.")
+        raise ConfigError(f"{name} is {value if value != '' else 'empty'}; it must be {allowed}.")
 
 
 def _require_ranges(section: str, settings: Any) -> None:
@@ -97,7 +97,7 @@ class DataConfig:
     workers: int | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
     """Number of loader processes per rank; 0: threads of the rank itself. auto: by CPU cores on a GPU, 0 on a CPU."""
     threads: int = field(default=1, metadata=MAY_CHANGE | within("in [1, 256]"))
-    """Number of reader threads per loader process, or of the rank itself if it has none."""
+    """Number of reader threads of the rank itself, if it has no loader processes."""
     on_gpu: bool = field(default=False, metadata=MAY_CHANGE)
     """Decode all images once, at the start, and keep their pixels in the memory of every GPU; for sets that fit."""
     max_bad_fraction: float = field(default=0.001, metadata=MAY_CHANGE | within("in [0, 1]"))
@@ -107,7 +107,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require_ranges("data", self)
-        _require("data.path", self.path, bool(self.path), "a folder")
+        _require("data.path", self.path, bool(self.path), "a folder, such as data.path=photos")
         sides = (self.size,) if isinstance(self.size, int) else self.size
         is_size = self.size == 0 or all(8 <= side <= 4096 for side in sides)
         _require("data.size", self.size, is_size, "0, one number in [8, 4096], or two: [height, width]")
@@ -184,7 +184,7 @@ class HeadConfig:
     """Data type in which class centres are stored."""
     stored_gib: float | None = field(default=None, metadata=MAY_CHANGE | within("0 or more"))
     """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
-    kernel: Literal["auto", "triton_fused", "chunked", "reference"] = field(default="auto", metadata=MAY_CHANGE)
+    kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
     def __post_init__(self) -> None:
@@ -242,6 +242,9 @@ class OptimizerConfig:
         _require_ranges("optimizer", self)
         is_rising = all(a < b for a, b in itertools.pairwise((0.0, *self.step_epochs)))
         _require("optimizer.step_epochs", list(self.step_epochs), is_rising, "increasing epochs above 0")
+        has_steps = self.schedule != "step" or bool(self.step_epochs)
+        needed = "polynomial or cosine, or have the epochs at which the rate falls: optimizer.step_epochs=8,14"
+        _require("optimizer.schedule", self.schedule, has_steps, needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +301,8 @@ class TrainConfig:
     """Number of epochs between evaluations, by which the best checkpoint is chosen; 0 evaluates at the end only."""
     evaluate_sets: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     """Names of the .bin files next to the data to evaluate on, such as ["lfw", "agedb_30"]; empty means all."""
+    patience: int = field(default=0, metadata=MAY_CHANGE | within("0 or more"))
+    """End the run after this many evaluations in a row without a better accuracy on the first evaluation set; 0 disables."""
     checkpoint_epochs: float = field(default=1.0, metadata=MAY_CHANGE | within("above 0"))
     """Number of epochs between checkpoints; one is always written at the end."""
     keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE | within("at least 1"))
@@ -311,14 +316,19 @@ class TrainConfig:
     init_centres: str | None = field(default=None, metadata=MAY_CHANGE)
     """Initial centres: a checkpoint or run folder, a folder of checkpoint_gpu_N.pt or N_centers.param, or class_means."""
 
+    mean_weight: float | None = field(default=None, metadata=MAY_CHANGE | within("in [0, 1000]"))
+    """After the last step, turn centres to (centre + this * mean of its images), one pass; unset: 2 if sampled, else 0."""
+
     def __post_init__(self) -> None:
         _require_ranges("train", self)
-        _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder")
+        _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder, such as train.run_dir=runs/first")
         _require("train.seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2^63)")
         _require(
             "train.accumulate", self.accumulate, 1 <= self.accumulate <= self.global_batch, "in [1, train.global_batch]"
         )
         is_time = self.hang_after_s is None or self.hang_after_s == 0 or self.hang_after_s >= 1
+        needed = "0 if train.evaluate_epochs is 0: it counts the evaluations during training"
+        _require("train.patience", self.patience, not self.patience or self.evaluate_epochs > 0, needed)
         _require("train.hang_after_s", self.hang_after_s, is_time, "0, or at least 1 second")
         _require("train.metrics_address", self.metrics_address, bool(self.metrics_address), "an address of this host")
         is_range = self.profile == "" or self.profiled_steps()[0] < self.profiled_steps()[1]

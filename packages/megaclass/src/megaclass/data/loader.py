@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaclass.data.augment import Augment, augment_, mirror_, normalise
 from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.decode import Fit
-from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings
+from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings, start_fork_server
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.order import Order, rank_batch
 from megaclass.data.sources.source import ImageSource
@@ -117,7 +117,6 @@ class BatchLoader:
         order: Literal["images", "classes"] = "images",
         images_per_class: int = 1,
         max_bad_fraction: float = 0.001,
-        num_prefetched: int = 4,
         num_parts: int = 1,
         fewest_in_part: int = 2,
         processes: LoaderSettings | None = None,
@@ -155,13 +154,15 @@ class BatchLoader:
         self.mirror = mirror
         self.augment = augment
         self.num_workers = max(1, num_workers)
-        self.num_prefetched = prefetched_by_threads(self.num_workers, num_prefetched)
         self.processes = processes
+        if processes is not None:
+            start_fork_server()
         self.device = device
         self.is_resident = is_resident
         self._resident: _ResidentImages | None = None
-        num_kept = batches_of_threads(self.num_workers, self.num_prefetched)
-        self._memory = ReusedMemory(num_kept * plan.max_rows * math.prod(self.image_size) * 3)
+        self._memory = ReusedMemory(
+            batches_of_threads(self.num_workers) * plan.max_rows * math.prod(self.image_size) * 3
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -180,6 +181,28 @@ class BatchLoader:
         first = epoch * self.steps_per_epoch + step
         stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
         return self._from_device(first, stop) if self.is_resident else self._read(self._reader, first, stop)
+
+    def once(self, global_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields this rank's part of every image once, in the order of the source: uint8 images (B, 3, H, W) and labels (B,).
+
+        Unreadable images are left out: a replacement would count twice for its own class.
+        """
+        plan = replace(self._reader.plan, order="file", global_batch=global_batch)
+        reader = BatchReader(self.source, plan, self.bad_images.add_bad)
+        reader.crashes = self._reader.crashes
+        steps = reader.order.steps_per_epoch
+        for batch in (
+            self._read(reader, 0, steps) if self._resident is None else self._from_device(0, steps, reader.order)
+        ):
+            wanted_B = rank_batch(reader.order, 0, batch.step, self.rank, self.world_size)
+            is_wanted_B = torch.from_numpy(batch.indices == wanted_B)
+            if bool(is_wanted_B.all()):
+                yield batch.images, batch.labels
+            else:
+                yield (
+                    batch.images[is_wanted_B.to(batch.images.device)],
+                    batch.labels[is_wanted_B.to(batch.labels.device)],
+                )
 
     def load(self, epoch: int, step: int) -> Batch:
         """Returns one batch, decoded in the calling thread."""
@@ -213,26 +236,26 @@ class BatchLoader:
         steps = reader.order.steps_per_epoch
         if self.processes is None:
             # Batches are submitted in order and taken in order, whichever thread finishes first.
-            numbers, num_ahead = range(first, stop), self.num_prefetched - 1
+            numbers, num_ahead = range(first, stop), _prefetched(self.num_workers) - 1
             yield from ordered_map(
                 lambda n: self._load(reader, *divmod(n, steps)), numbers, self.num_workers, num_ahead
             )
             return
         processes = LoaderProcesses(self.processes, reader, self.bad_images, self.device)
         try:
-            for loaded in processes.batches(first, stop):
-                epoch, step = divmod(loaded.step, steps)
-                tensors = (loaded.images, loaded.labels, loaded.indices)
-                yield Batch(*tensors, epoch, step, self._treatment(epoch, step), loaded.index_tensor)
+            for number, loaded in enumerate(processes.batches(first, stop), start=first):
+                epoch, step = divmod(number, steps)
+                yield Batch(*loaded[:3], epoch, step, self._treatment(epoch, step), loaded[3])
         finally:
             processes.close()
 
-    def _from_device(self, first: int, stop: int) -> Iterator[Batch]:
+    def _from_device(self, first: int, stop: int, order: Order | None = None) -> Iterator[Batch]:
+        order = order or self.order
         if self._resident is None:
             self._resident = self._load_all(self.device or torch.device("cpu"))
         for number in range(first, stop):
-            epoch, step = divmod(number, self.steps_per_epoch)
-            indices = rank_batch(self.order, epoch, step, self.rank, self.world_size)
+            epoch, step = divmod(number, order.steps_per_epoch)
+            indices = rank_batch(order, epoch, step, self.rank, self.world_size)
             images, labels, indices_B, index_tensor = self._resident.batch(indices)
             yield Batch(images, labels, indices_B, epoch, step, self._treatment(epoch, step), index_tensor)
 
@@ -275,14 +298,14 @@ class _ResidentImages:
         return self.images_NHW3[places].permute(0, 3, 1, 2), self.labels_N[places], shown_B, places
 
 
-def prefetched_by_threads(num_threads: int, num_prefetched: int = 4) -> int:
-    """Returns how many finished batches wait for the caller if threads of the rank decode."""
-    return max(num_threads + 1, num_prefetched)
-
-
-def batches_of_threads(num_threads: int, num_prefetched: int) -> int:
+def batches_of_threads(num_threads: int) -> int:
     """Returns how many batches are in memory at most: those that wait, those in the making, and two that the caller has."""
-    return num_prefetched + num_threads + 2
+    return _prefetched(num_threads) + num_threads + 2
+
+
+def _prefetched(num_threads: int) -> int:
+    """Returns how many finished batches wait for the caller if threads of the rank decode."""
+    return max(num_threads + 1, 4)
 
 
 def mirrored(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -4,8 +4,10 @@ A rank that raised an error would leave the others waiting in their next collect
 tells the others whether it failed, and all of them raise together.
 """
 
+import hashlib
+import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
@@ -140,3 +142,31 @@ def _started(action: Callable[[], T], device: torch.device) -> Future[T]:
     # A daemon thread, so Ctrl-C ends the rank at once, whatever the action is doing.
     threading.Thread(target=run, daemon=True, name="megaclass-long-work").start()
     return work
+
+
+def facts_that_differ(
+    facts: Mapping[str, str], device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[str, dict[int, str]]:
+    """Collective. Returns the facts that are not the same on all ranks, each with its value by rank; usually none.
+
+    One all-gather of a digest of 32 bytes per rank. Only if they differ are the facts themselves exchanged.
+    """
+    text = json.dumps(facts, sort_keys=True)
+    digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=device)
+    digests_W = gather_blocks(digest, group)
+    if bool((digests_W == digests_W[0]).all()):
+        return {}
+    facts_W = [json.loads(theirs) for theirs in gather_texts(text, device, group)]
+    names = dict.fromkeys(name for theirs in facts_W for name in theirs)
+    table = {name: {rank: theirs.get(name, "(not there)") for rank, theirs in enumerate(facts_W)} for name in names}
+    return {name: values for name, values in table.items() if len(set(values.values())) > 1}
+
+
+def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Collective. Returns the texts of all ranks: one all-gather of lengths, one of the texts, padded to the longest."""
+    encoded = text.encode(errors="replace")
+    lengths_W = gather_blocks(torch.tensor([len(encoded)], device=device), group).flatten().tolist()
+    block = torch.zeros(max(1, *lengths_W), dtype=torch.uint8)
+    block[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    rows = gather_blocks(block.to(device), group).cpu().tolist()
+    return [bytes(row[:length]).decode(errors="replace") for row, length in zip(rows, lengths_W, strict=True)]

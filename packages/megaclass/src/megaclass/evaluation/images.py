@@ -59,18 +59,31 @@ def align(photo_HW3: NDArray[np.uint8], points_52: Floats, image_size: int, *, w
         raise DataError(
             f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and must not all be one point."
         )
-    from PIL import Image
-
     matrix_23 = similarity_transform(points_52, STANDARD_POINTS * (image_size / _STANDARD_SIZE))
+    return warp_affine(photo_HW3, matrix_23, image_size)
+
+
+def warp_affine(photo_HW3: NDArray[np.uint8], matrix_23: Floats, image_size: int) -> NDArray[np.uint8]:
+    """Returns cv2.warpAffine(photo, matrix, (S, S), borderValue=0) of OpenCV 4, with which InsightFace makes its crops.
+
+    OpenCV rounds the place that each pixel comes from to 1/32 of a pixel, on the way to 1/1024, and the mean of its four
+    neighbours to the nearest grey level.
+    """
     inverse_22 = np.linalg.inv(matrix_23[:, :2])
-    # Landmarks count from the centre of the first pixel, Pillow from its corner: half a pixel in both images.
-    half = np.array([0.5, 0.5])
-    shift = -inverse_22 @ matrix_23[:, 2] + half - inverse_22 @ half
-    coefficients = np.column_stack([inverse_22, shift]).ravel().tolist()
-    picture = Image.fromarray(photo_HW3).transform(
-        (image_size, image_size), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR
-    )
-    return np.asarray(picture)
+    shift_2 = -inverse_22 @ matrix_23[:, 2]
+    along = np.arange(image_size)
+    from_column = np.rint(inverse_22[:, :1] * along * 1024).astype(np.int64)[:, None, :]
+    from_row = np.rint((inverse_22[:, 1:] * along + shift_2[:, None]) * 1024).astype(np.int64)[:, :, None]
+    (x_SS, y_SS) = (from_column + from_row + 16) >> 5
+    height, width = photo_HW3.shape[:2]
+    total_SS3 = np.zeros((image_size, image_size, 3), dtype=np.int64)
+    for right, below in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        column_SS, row_SS = (x_SS >> 5) + right, (y_SS >> 5) + below
+        is_inside_SS = (column_SS >= 0) & (column_SS < width) & (row_SS >= 0) & (row_SS < height)
+        part_x_SS, part_y_SS = x_SS & 31, y_SS & 31
+        weight_SS = (part_x_SS if right else 32 - part_x_SS) * (part_y_SS if below else 32 - part_y_SS) * is_inside_SS
+        total_SS3 += weight_SS[..., None] * photo_HW3[row_SS.clip(0, height - 1), column_SS.clip(0, width - 1)]
+    return ((total_SS3 + 512) >> 10).astype(np.uint8)
 
 
 _log = logging.getLogger("megaclass.evaluation")

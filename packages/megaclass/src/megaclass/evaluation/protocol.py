@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megaclass.data.decode import Fit
+from megaclass.evaluation.centres import ClassShard
 from megaclass.evaluation.embed import Embedded, OnProgress, embed_images, embed_part
+from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.images import Images
 from megaclass.image_size import ImageSize
 
@@ -49,7 +51,8 @@ class Evaluator:
     """How images of another size are fitted to the model's; None refuses them."""
     mirror: bool = True
     """Add the embedding of the mirrored image."""
-    with_faiss: bool = False
+    centres: Callable[[], ClassShard] | None = None
+    """Returns the class centres that this rank holds, without a collective; None if the model has none."""
     group: dist.ProcessGroup | None = None
     on_progress: OnProgress | None = None
 
@@ -136,6 +139,8 @@ class SetResult:
     numbers: Numbers = field(default_factory=dict)
     curves: Curves | None = None
     hard_pairs: Sequence[HardPair] = ()
+    examples: Examples | None = None
+    """Of classification: the worst classes and the pairs of classes that are confused most."""
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:

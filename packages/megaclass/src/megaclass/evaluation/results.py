@@ -1,7 +1,7 @@
 """Writes and reads the results of an evaluation.
 
 evaluation.json holds the numbers of all sets, or the reason why a set was not evaluated. evaluation/<set>.npz holds what the
-report draws: ROC, histogram and the images of the hardest pairs, so a report needs neither the model nor the data.
+report draws: ROC, histogram and the images of hard pairs and classes, so a report needs neither the model nor the data.
 """
 
 import io
@@ -10,6 +10,7 @@ import logging
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
-from megaclass.evaluation.protocol import Curves, HardPair, SetResult, share_with_interval
+from megaclass.evaluation.examples import DAMAGED, Examples, packed, unpacked
+from megaclass.evaluation.protocol import Curves, HardPair, SetResult
 from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass_launch.files import make_private_folder, published_file, write_text
 
@@ -38,21 +40,7 @@ def result_lines(result: SetResult) -> list[str]:
     """Returns the details that the command line prints below the headline, or the reason why there are none."""
     if result.error is not None:
         return [result.error]
-    lines = []
-    for key, title in (("rank_k", "rank"), ("tar_at_far", "TAR at FAR"), ("tpir_at_fpir", "TPIR at FPIR")):
-        values = result.numbers.get(key, {})
-        if any(isinstance(value, dict) for value in values.values()):
-            continue  # one table per number of distractors: only evaluation.json and the report show them
-        intervals = result.numbers.get(f"{key}_95", {})
-        lines += [
-            f"{title} {at:5} {share_with_interval(share, intervals.get(at))}"
-            for at, share in values.items()
-            if share is not None
-        ]
-        if unmeasured := [at for at, share in values.items() if share is None]:
-            lines.append(f"{title} {', '.join(unmeasured)}: not measurable, too few to compare with")
-    if result.numbers.get("xnorm") is not None:
-        lines.append(f"EER {result.numbers['eer']:.2%}, XNorm {result.numbers['xnorm']:.2f}")
+    lines = [f"{title}: {cells[0].text}" for title, cells in PROTOCOLS[result.kind].rows([result.numbers])]
     return [*lines, *remarks_on(result)]
 
 
@@ -106,10 +94,11 @@ def read_results(folder: Path) -> list[SetResult]:
         if fault := _fault_of_set(name, kind, said) if error is None else "":
             raise DataError(f"{path} is damaged: {fault}. Evaluate again.")
         curves_path = folder / CURVES_FOLDER / f"{name}.npz"
-        curves, hard = _read_curves(curves_path) if error is None and curves_path.is_file() else (None, [])
-        results.append(
-            SetResult(name=name, kind=kind, path=where, numbers=said, curves=curves, hard_pairs=hard, error=error)
-        )
+        result = SetResult(name=name, kind=kind, path=where, numbers=said, error=error)
+        if error is None and curves_path.is_file():
+            curves, hard, examples = _read_curves(curves_path)
+            result = replace(result, curves=curves, hard_pairs=hard, examples=examples)
+        results.append(result)
     return results
 
 
@@ -157,11 +146,13 @@ def _write_curves(path: Path, result: SetResult) -> None:
         for place, hard in enumerate(result.hard_pairs):
             for side, picture in enumerate(hard.pictures):
                 arrays[f"picture_{place}_{side}"] = np.frombuffer(picture, dtype=np.uint8)
+    if result.examples is not None:
+        arrays |= packed(result.examples)
     with published_file(path, is_private=True) as unfinished:
         np.savez_compressed(unfinished, **arrays)
 
 
-def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair]]:
+def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair], Examples | None]:
     arrays = read_arrays(path)
     try:
         curves = _curves_in(arrays) if "far" in arrays else None
@@ -182,8 +173,8 @@ def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair]]:
             )
         if hard and curves is None:
             raise ValueError("hard pairs without curves")
-        return curves, hard
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        return curves, hard, unpacked(arrays)
+    except DAMAGED as error:
         raise DataError(f"Cannot read {path}: {error}. Evaluate again.") from error
 
 

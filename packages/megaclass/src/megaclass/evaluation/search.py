@@ -37,20 +37,26 @@ class Neighbours:
     """Rows of these others in the whole gallery."""
     mate_scores_P: Tensor
     """Score of the best mate; -inf for a probe without one."""
+    log_sums_P: Tensor | None = None
+    """Logarithm of the sum of exp(scale * score) over all entries, if a scale was given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GalleryShard:
-    """The rows of the gallery that this rank holds, starting with row `first` of the whole gallery."""
+    """The entries of the gallery that this rank holds, starting with entry `first` of the whole gallery."""
 
     embeddings_ND: NDArray[np.float32] | Tensor
     labels_N: NDArray[np.int64] | None = None
     first: int = 0
     keys_N: NDArray[np.int64] | None = None
     """Content digest of the image behind each row. A probe with the same digest is that image itself and skips the row."""
+    rows_per_entry: int = 1
+    """Number of adjacent rows that are one entry, whose score is that of its best row: the sub-centres of a class."""
+    is_normalised: bool = True
+    """False: rows are normalised block by block, and rows that are zero or not finite have the score 0."""
 
     def __len__(self) -> int:
-        return len(self.embeddings_ND)
+        return len(self.embeddings_ND) // self.rows_per_entry
 
 
 def shard_of_rank(
@@ -80,12 +86,14 @@ def search(
     probe_keys_P: NDArray[np.int64] | None = None,
     group: dist.ProcessGroup | None = None,
     max_block_bytes: int | None = None,
-    with_faiss: bool = False,
+    scale: float | None = None,
 ) -> Neighbours:
     """Collective. Returns the k best others and the best mate of each probe; the same on every rank.
 
     Every rank holds all probes and its own shard. Each gallery block moves to the device once; the probes stay there.
-    Traffic per rank: one all-gather of P x k scores, one of P x k row numbers, one of P scores.
+    Traffic per rank: one all-gather of P x k scores, one of P x k row numbers, one of P scores, with `scale` one more.
+
+    scale: also return the logarithm of each probe's sum of exp(scale * score) over all entries.
     """
     probes = torch.as_tensor(probes_PD, device=device).float()
     if len(gallery) and gallery.embeddings_ND.shape[1] != probes.shape[1]:
@@ -93,16 +101,16 @@ def search(
             f"Embeddings of the probes have {probes.shape[1]} numbers, those of the gallery "
             f"{gallery.embeddings_ND.shape[1]}: they come from different models."
         )
-    if with_faiss:
-        own = _search_shard_with_faiss(probes, gallery, k, probe_labels_P, probe_keys_P)
-    else:
-        own = search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, max_block_bytes)
+    own = search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, max_block_bytes, scale)
     # Each rank has the best of its shard; the best of all are among them.
-    scores_WPk = gather_blocks(own.other_scores_Pk.to(device), group)
-    indices_WPk = gather_blocks(own.other_indices_Pk.to(device), group)
+    scores_WPk, indices_WPk = gather_blocks(own.other_scores_Pk, group), gather_blocks(own.other_indices_Pk, group)
     scores_Pk, indices_Pk = best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
-    mates_P = gather_blocks(own.mate_scores_P.to(device), group).amax(dim=0)
-    return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P)
+    return Neighbours(
+        other_scores_Pk=scores_Pk,
+        other_indices_Pk=indices_Pk,
+        mate_scores_P=gather_blocks(own.mate_scores_P, group).amax(dim=0),
+        log_sums_P=None if own.log_sums_P is None else gather_blocks(own.log_sums_P, group).logsumexp(dim=0),
+    )
 
 
 @torch.no_grad()
@@ -114,45 +122,69 @@ def search_shard(
     probe_labels_P: NDArray[np.int64] | None = None,
     probe_keys_P: NDArray[np.int64] | None = None,
     max_block_bytes: int | None = None,
+    scale: float | None = None,
 ) -> Neighbours:
     """Searches the rows of this process; nothing is exchanged with other ranks."""
     num_probes = len(probes_PD)
     scores_Pk = torch.full((num_probes, k), _NOTHING, device=device)
     indices_Pk = torch.zeros((num_probes, k), dtype=torch.int64, device=device)
     mates_P = torch.full((num_probes,), _NOTHING, device=device)
+    log_sums_P = None if scale is None else torch.full((num_probes,), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
+    for here, first, block_PB in score_blocks(probes_PD, gallery, device, probe_keys_P, max_block_bytes):
+        if log_sums_P is not None and scale is not None:
+            log_sums_P[here] = torch.logaddexp(log_sums_P[here], torch.logsumexp(scale * block_PB, dim=1))
+        if labels_P is not None and gallery.labels_N is not None:
+            labels_B = torch.as_tensor(gallery.labels_N[first : first + block_PB.shape[1]], device=device)
+            is_mate_PB = (labels_P[here, None] == labels_B) & (labels_B != NO_LABEL)
+            mates = block_PB.masked_fill(~is_mate_PB, _NOTHING).amax(dim=1)
+            mates_P[here] = torch.maximum(mates_P[here], mates)
+            block_PB.masked_fill_(is_mate_PB, _NOTHING)
+        # Merged with the best so far: k scores per probe are all that is kept between blocks.
+        found, places = torch.topk(block_PB, min(k, block_PB.shape[1]), dim=1)
+        scores_Pk[here], indices_Pk[here] = best(
+            torch.cat([scores_Pk[here], found], dim=1),
+            torch.cat([indices_Pk[here], places + (gallery.first + first)], dim=1),
+            k,
+        )
+    return Neighbours(
+        other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P, log_sums_P=log_sums_P
+    )
+
+
+def score_blocks(
+    probes_PD: Tensor,
+    gallery: GalleryShard,
+    device: torch.device,
+    probe_keys_P: NDArray[np.int64] | None = None,
+    max_block_bytes: int | None = None,
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Yields (probes, first entry in the shard, scores of the probes with the entries from there on).
+
+    A probe's own image has the score -inf, so it counts neither as a mate nor as another. Blocks of the gallery are the
+    outer loop: each is copied to the device once, whatever the number of probes.
+    """
     keys_P = None if probe_keys_P is None else torch.as_tensor(probe_keys_P, device=device)
-    # Blocks of the gallery are the outer loop: each is copied to the device once, whatever the number of probes.
-    gallery_block = min(_MAX_GALLERY_BLOCK, max(1, len(gallery)))
-    probe_block = max(1, (max_block_bytes or _BLOCK_BYTES[device.type]) // (4 * gallery_block))
+    per_entry = gallery.rows_per_entry
+    gallery_block = min(max(1, _MAX_GALLERY_BLOCK // per_entry), max(1, len(gallery)))
+    probe_block = max(1, (max_block_bytes or _BLOCK_BYTES[device.type]) // (4 * gallery_block * per_entry))
     with full_precision():
-        for start in range(0, len(gallery), gallery_block):
-            rows_BD = torch.as_tensor(gallery.embeddings_ND[start : start + gallery_block]).to(device).float()
-            labels_B = None
-            if labels_P is not None and gallery.labels_N is not None:
-                labels_B = torch.as_tensor(gallery.labels_N[start : start + gallery_block]).to(device)
+        for first in range(0, len(gallery), gallery_block):
+            entries = slice(first, first + gallery_block)
+            rows = gallery.embeddings_ND[first * per_entry : entries.stop * per_entry]
+            rows_BD = torch.as_tensor(rows).to(device).float()
+            rows_BD = rows_BD if gallery.is_normalised else unit_rows_or_zero(rows_BD)
             keys_B = None
             if keys_P is not None and gallery.keys_N is not None:
-                keys_B = torch.as_tensor(gallery.keys_N[start : start + gallery_block]).to(device)
-            for first in range(0, num_probes, probe_block):
-                here = slice(first, first + probe_block)
+                keys_B = torch.as_tensor(gallery.keys_N[entries], device=device)
+            for start in range(0, len(probes_PD), probe_block):
+                here = slice(start, start + probe_block)
                 block_PB = probes_PD[here] @ rows_BD.T
-                # First the probe's own image is removed, so it counts neither as a mate nor as another.
+                if per_entry > 1:
+                    block_PB = block_PB.unflatten(1, (-1, per_entry)).amax(dim=2)
                 if keys_P is not None and keys_B is not None:
                     block_PB.masked_fill_(keys_P[here, None] == keys_B, _NOTHING)
-                if labels_P is not None and labels_B is not None:
-                    is_mate_PB = (labels_P[here, None] == labels_B) & (labels_B != NO_LABEL)
-                    mates = block_PB.masked_fill(~is_mate_PB, _NOTHING).amax(dim=1)
-                    mates_P[here] = torch.maximum(mates_P[here], mates)
-                    block_PB.masked_fill_(is_mate_PB, _NOTHING)
-                # Merged with the best so far: k scores per probe are all that is kept between blocks.
-                found, places = torch.topk(block_PB, min(k, block_PB.shape[1]), dim=1)
-                scores_Pk[here], indices_Pk[here] = best(
-                    torch.cat([scores_Pk[here], found], dim=1),
-                    torch.cat([indices_Pk[here], places + (gallery.first + start)], dim=1),
-                    k,
-                )
-    return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P)
+                yield here, first, block_PB
 
 
 def best(scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -182,66 +214,3 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _search_shard_with_faiss(
-    probes_PD: Tensor,
-    gallery: GalleryShard,
-    k: int,
-    probe_labels_P: NDArray[np.int64] | None,
-    probe_keys_P: NDArray[np.int64] | None,
-) -> Neighbours:
-    """Searches the shard with faiss's exact index on the CPU.
-
-    faiss ignores labels. Enough neighbours are requested that k remain after mates and the probe's own image are
-    removed.
-    """
-    try:
-        import faiss
-    except ImportError:
-        raise DataError("Searching with faiss needs the package faiss: pip install 'megaclass[retrieval]'") from None
-    num_probes = len(probes_PD)
-    rows_ND = np.ascontiguousarray(torch.as_tensor(gallery.embeddings_ND).float().cpu().numpy())
-    labels_N = gallery.labels_N if probe_labels_P is not None and len(rows_ND) else None
-    keys_N = gallery.keys_N if probe_keys_P is not None and len(rows_ND) else None
-    # The largest number of entries that can be removed for one probe.
-    most_mates = sum(int(np.unique(one, return_counts=True)[1].max()) for one in (labels_N, keys_N) if one is not None)
-    index = faiss.IndexFlatIP(probes_PD.shape[1])
-    index.add(rows_ND)
-    scores, places = index.search(probes_PD.cpu().numpy(), max(1, min(k + most_mates, len(rows_ND))))
-    # For an empty shard faiss returns -1.
-    scores = np.where(places < 0, np.float32(_NOTHING), scores)
-    if probe_keys_P is not None and keys_N is not None:
-        scores = np.where(keys_N[places] == probe_keys_P[:, None], np.float32(_NOTHING), scores)
-    mates_P = np.full(num_probes, _NOTHING, dtype=np.float32)
-    if probe_labels_P is not None and labels_N is not None:
-        found = labels_N[places]
-        is_mate = (found == probe_labels_P[:, None]) & (found != NO_LABEL)
-        mates_P = np.where(is_mate, scores, np.float32(_NOTHING)).max(axis=1)
-        _add_far_mates(mates_P, probes_PD, rows_ND, probe_labels_P, labels_N, probe_keys_P, keys_N)
-        scores = np.where(is_mate, np.float32(_NOTHING), scores)
-    missing = max(0, k - scores.shape[1])
-    scores_Pk, indices_Pk = best(
-        torch.from_numpy(np.pad(scores, ((0, 0), (0, missing)), constant_values=_NOTHING)),
-        torch.from_numpy(np.pad(np.maximum(places, 0), ((0, 0), (0, missing))) + gallery.first),
-        k,
-    )
-    return Neighbours(other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=torch.from_numpy(mates_P))
-
-
-def _add_far_mates(
-    mates_P: NDArray[np.float32],
-    probes_PD: Tensor,
-    rows_ND: NDArray[np.float32],
-    probe_labels_P: NDArray[np.int64],
-    labels_N: NDArray[np.int64],
-    probe_keys_P: NDArray[np.int64] | None,
-    keys_N: NDArray[np.int64] | None,
-) -> None:
-    """Computes the best mate of probes whose mates are all farther away than the neighbours that faiss returned."""
-    for probe in np.flatnonzero(np.isneginf(mates_P) & np.isin(probe_labels_P, labels_N[labels_N != NO_LABEL])):
-        is_mate_N = labels_N == probe_labels_P[probe]
-        if probe_keys_P is not None and keys_N is not None:
-            is_mate_N &= keys_N != probe_keys_P[probe]
-        if is_mate_N.any():
-            mates_P[probe] = float((rows_ND[is_mate_N] @ probes_PD[probe].cpu().numpy()).max())

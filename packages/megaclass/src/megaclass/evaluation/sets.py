@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megaclass.data.sources.open_source import check_source
 from megaclass.distributed.agreement import text_of_main_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.protocol import EvaluationSet, Evaluator, SetResult
@@ -18,8 +19,11 @@ from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass_launch.errors import UserError
 
 
-def find_sets(paths: Sequence[Path]) -> list[EvaluationSet]:
-    """Returns the sets at the paths; a path at which no protocol recognises anything is an error."""
+def find_sets(paths: Sequence[Path], labelled: Sequence[Path] = ()) -> list[EvaluationSet]:
+    """Returns the sets at the paths; a path at which no protocol recognises anything is an error.
+
+    labelled: labelled images that are to be classified, in any form that training reads.
+    """
     found: list[EvaluationSet] = []
     for path in paths:
         here = next((sets for protocol in PROTOCOLS.values() if (sets := protocol.find(path))), [])
@@ -27,7 +31,8 @@ def find_sets(paths: Sequence[Path]) -> list[EvaluationSet]:
             expected = ", or ".join(protocol.found_at for protocol in PROTOCOLS.values() if protocol.found_at)
             reason = "nothing of that kind is in it" if path.is_dir() else "it is neither"
             pairs = (
-                f" Pairs of the images in a folder: megaclass data pairs {path} --out {path}.bin"
+                f" Labelled images, which are to be classified: --classify {path}. Pairs of the images in a folder: "
+                f"megaclass data pairs {path} --out {path}.bin"
                 if path.is_dir()
                 else ""
             )
@@ -36,6 +41,9 @@ def find_sets(paths: Sequence[Path]) -> list[EvaluationSet]:
                 f"{reason if path.exists() else 'the path does not exist'}.{pairs}"
             )
         found += here
+    for path in labelled:
+        check_source(path)
+        found.append(EvaluationSet(name=path.stem if path.is_file() else path.name, kind="classification", path=path))
     return _with_distinct_names(found)
 
 

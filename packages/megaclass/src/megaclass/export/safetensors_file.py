@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megaclass.checkpoint.tensor_file import read_tensors
-from megaclass.errors import CheckpointError, DataError, ExportError
-from megaclass.evaluation.protocols.centre_health import ClassCentres, read_run_centres
+from megaclass.errors import CheckpointError, ExportError
+from megaclass.evaluation.centres import Centres, read_exported_centres, read_run_centres
 from megaclass.export.check import Exporter, ExportJob, require_same_when_opened
 from megaclass_launch.files import published_file
 
@@ -78,7 +78,7 @@ def _write(job: ExportJob) -> None:
     if job.run is None:
         return
     try:
-        centres = read_run_centres(job.run).in_memory()
+        centres = read_run_centres(job.run)
     except CheckpointError:
         return  # a run whose checkpoints were deleted has no centres; its model is exported without them
     save_centres(job.folder / _CENTRES_FILE, centres, metadata={"format": "megaclass", "content": "class centres"})
@@ -104,20 +104,20 @@ class CentresByName(Mapping[str, Tensor]):
         return len(self._places)
 
 
-def save_centres(path: Path, centres: ClassCentres, *, metadata: Mapping[str, str]) -> None:
+def save_centres(path: Path, centres: Centres, *, metadata: Mapping[str, str]) -> None:
     """Writes the centres; they are read back and compared before the file appears at `path`."""
     from safetensors.torch import save_file
 
-    encoded = [name.encode() for name in centres.names]
+    encoded = list(centres.classes.names())
     tensors = {
-        "centres": centres.weight_RD.float().unflatten(0, (len(encoded), -1)).contiguous(),
+        "centres": centres.all_rows().unflatten(0, (len(encoded), -1)).contiguous(),
         "names_utf8": torch.from_numpy(np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()),
         "name_ends": torch.from_numpy(np.cumsum([len(name) for name in encoded], dtype=np.int64)),
     }
     with published_file(path) as unfinished:
         save_file(tensors, unfinished, metadata=dict(metadata))
         read_back = load_centres(unfinished)
-        if list(read_back) != centres.names or not torch.equal(read_back.centres_CMD, tensors["centres"]):
+        if list(read_back) != centres.names() or not torch.equal(read_back.centres_CMD, tensors["centres"]):
             raise ExportError(
                 f"Cannot write {path}: the centres read back differ. Check the disk, and that class names are unique."
             )
@@ -125,13 +125,5 @@ def save_centres(path: Path, centres: ClassCentres, *, metadata: Mapping[str, st
 
 def load_centres(path: Path) -> CentresByName:
     """Reads a file that `save_centres` wrote."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-        text, ends = tensors["names_utf8"].numpy().tobytes(), tensors["name_ends"].tolist()
-        names = [text[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
-        return CentresByName(tensors["centres"], names)
-    except (SafetensorError, OSError, KeyError, UnicodeDecodeError) as error:
-        raise DataError(f"Cannot read {path} as class centres: {error}") from error
+    centres = read_exported_centres(path)
+    return CentresByName(centres.all_rows().unflatten(0, (-1, centres.rows_per_class)), centres.names())

@@ -1,9 +1,11 @@
 """The class centres of one rank and their optimizer state, row for row."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaclass.errors import HeadError
@@ -13,17 +15,39 @@ from megaclass.head.counter_random import (
     round_stochastically,
     stream_keys,
 )
-from megaclass.head.overwrite_check import OverwriteCheck
+from megaclass.head.faults import OverwriteCheck
 from megaclass.head.problem import take_rows, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
-from megaclass.head.shards import ClassRange
 from megaclass.keyed_random import Stream
+from megaclass_launch.even_parts import even_part
 
 STORAGE_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 # As in InsightFace. Only directions enter the loss, but the length scales the first steps: gradients are divided by it.
 _INITIAL_DEVIATION = 0.01
 # Numbers drawn at once: on a CPU the block stays in the cache of a core, on a GPU it fills all multiprocessors.
 _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRange:
+    """Classes [start, stop) of one rank."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def class_range(num_classes: int, rank: int, world_size: int) -> ClassRange:
+    """Returns the classes of a rank: contiguous ranges of nearly equal size, by the rule of InsightFace's checkpoints."""
+    if num_classes < world_size:
+        raise HeadError(
+            f"{num_classes} classes cannot be cut over {world_size} ranks: every rank needs at least one class. "
+            f"Use at most {num_classes} ranks."
+        )
+    part = even_part(num_classes, rank, world_size)
+    return ClassRange(part.start, part.stop)
 
 
 class Centres:
@@ -116,6 +140,20 @@ class Centres:
         self.overwrite_check.renew()
         num_given: Tensor = is_given_K.sum()
         return num_given
+
+    def turn_to_(self, directions_KD: Tensor, weight: float) -> None:
+        """Turns each centre to (its unit vector + weight * the unit direction); a zero direction leaves it. Lengths stay.
+
+        One centre per class. In blocks, because all centres once more would need as much memory again.
+        """
+        assert self.num_subcentres == 1
+        for rows_ND, directions_ND in zip(self.weight_RD.split(1 << 16), directions_KD.split(1 << 16), strict=True):
+            old_ND = rows_ND.to(directions_ND.dtype)
+            lengths_N = torch.linalg.vector_norm(old_ND, dim=1, keepdim=True)
+            turned_ND = F.normalize(old_ND) + weight * F.normalize(directions_ND)
+            is_given_N = (directions_ND != 0).any(dim=1, keepdim=True)
+            rows_ND.copy_((F.normalize(turned_ND) * lengths_N).where(is_given_N, old_ND))
+        self.overwrite_check.renew()
 
     def cosines_to(self, unit_MD: Tensor) -> Tensor:
         """Returns the (K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""

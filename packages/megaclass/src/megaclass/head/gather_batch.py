@@ -51,7 +51,7 @@ class GlobalBatch:
     is_image_G: Tensor
     counts_W: Tensor
     steps_W: Tensor
-    """Step counter of each rank; they must agree. Below 0 if a rank's centres were written to (overwrite_check.py)."""
+    """Step counter of each rank; they must agree. Below 0 if a rank's centres were written to (faults.py)."""
     max_batch: int
 
 

@@ -1,7 +1,6 @@
 """The classifier: embeddings -> loss. Its classes are split over the ranks, and a share of them takes part in each step.
 
-This file is the whole public class. The arithmetic of a step is in step.py, cpu/step.py and gpu/step.py; that of questions
-about the centres in inspect.py.
+This file is the whole public class. The arithmetic of a step is in step.py, cpu/step.py and gpu/step.py.
 
 State of a step: `_open_step` (OpenStep in step.py) holds the draw that begin_step() makes for all forwards, and what the
 update needs of each backward. step() and abandon_step() form a new one and advance `step_count`, which every rank counts
@@ -25,9 +24,12 @@ know that, the setting `module_state` decides.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,14 +38,14 @@ from torch.autograd.function import once_differentiable
 
 from megaclass.errors import HeadError
 from megaclass.head import state_dict as head_state
-from megaclass.head.centres import STORAGE_DTYPES, Centres
-from megaclass.head.engine import StepEngine, choose_engine
+from megaclass.head.centres import STORAGE_DTYPES, Centres, ClassRange, class_range
+from megaclass.head.cpu import chunked
+from megaclass.head.cpu.step import PlainStep
 from megaclass.head.faults import FaultWatch
 from megaclass.head.followed_scaler import FollowedScaler, check_unscaled
-from megaclass.head.gather_batch import gather_batch
-from megaclass.head.inspect import centres_of, closest_classes, cosines_with_all, nearest_to
-from megaclass.head.margins import Margin
-from megaclass.head.problem import Kernel
+from megaclass.head.gather_batch import GlobalBatch, gather_batch
+from megaclass.head.margins import CurricularFace, Margin
+from megaclass.head.problem import Kernel, rows_of_classes, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import SampleRate, rate_schedule
 from megaclass.head.settings import (
@@ -57,12 +59,22 @@ from megaclass.head.settings import (
     chosen_margin,
     chosen_optimizer,
     default_stored_bytes,
+    whole_number,
 )
-from megaclass.head.shards import ClassRange, class_range
 from megaclass.head.state_dict import EXTRA, ModuleState, StateHeader
 from megaclass.head.step import ForBackward, HeadStats, LossPart, OpenStep, StepContext, StepDraw
-from megaclass_launch.ranks.collectives import group_rank, group_size
+from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size, sum_over_ranks_
 from megaclass_launch.ranks.gloo_exit import end_gloo_at_exit
+
+if TYPE_CHECKING:
+    from megaclass.head.gpu.step import FusedStep
+
+
+StepEngine: TypeAlias = "PlainStep | FusedStep"
+"""The class that computes the steps of one head. The step number is the head's and comes with every call."""
+_FUSED = "triton_fused"
+# Classes that are compared with embeddings at a time.
+_BLOCK_CLASSES = 1 << 16
 
 
 class PartialFC(nn.Module):
@@ -129,7 +141,7 @@ class PartialFC(nn.Module):
         max_batch: largest number of images per rank and forward; with it no step waits for the batch sizes.
         gradient_scale: "mean" if the backbone's gradients are averaged over ranks afterwards (DDP), "sum" if
             they are summed.
-        kernel: "auto", "triton_fused", "chunked" or "reference".
+        kernel: "auto", "triton_fused" or "chunked".
         storage: dtype of the centres; "bf16" rounds stochastically.
         num_subcentres: centres per class; an image is compared with the closest one.
         filter_above: negatives with a larger cosine count as cosine 0 (noisy labels).
@@ -147,6 +159,8 @@ class PartialFC(nn.Module):
         end_gloo_at_exit()
         group = chosen_group(group)
         self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
+        embedding_dim = whole_number("embedding_dim", embedding_dim)
+        num_classes = whole_number("num_classes", num_classes)
         self.settings = HeadSettings(
             embedding_dim=embedding_dim,
             num_classes=num_classes,
@@ -352,21 +366,47 @@ class PartialFC(nn.Module):
 
     # ---- questions about the centres -----------------------------------------------------------------------------
 
+    @torch.no_grad()
     def centres(self, class_ids: Tensor) -> Tensor:
         """Collective. Returns the (N, D) centres of these classes on every rank; (N, M, D) with sub-centres.
 
         class_ids: (N,), the same on every rank. An all-reduce of N * M * D numbers.
         """
-        return centres_of(self.store, class_ids, self.settings.num_classes, self.group)
+        store, num_subcentres = self.store, self.store.num_subcentres
+        outside = class_ids[(class_ids < 0) | (class_ids >= self.num_classes)]
+        if len(outside):
+            raise HeadError(f"centres() was asked for class {int(outside[0])}: it must lie in [0, {self.num_classes}).")
+        local_N = class_ids.to(self.device) - self.classes.start
+        is_here_N = (local_N >= 0) & (local_N < len(self.classes))
+        rows = rows_of_classes(local_N, store.weight_RD, num_subcentres)
+        centres_NMD = store.weight_RD[rows].to(store.work_dtype).unflatten(0, (-1, num_subcentres))
+        # Exactly one rank owns a class, so the sum over ranks, zeros elsewhere, is its centre.
+        centres_NMD = sum_over_ranks_(centres_NMD * is_here_N[:, None, None], self.group)
+        return centres_NMD[:, 0] if num_subcentres == 1 else centres_NMD
 
+    @torch.no_grad()
     def nearest(self, class_id: int, k: int = 10) -> tuple[Tensor, Tensor]:
         """Collective. Returns the k classes most similar to this one, best first: ids and cosines, the same on every rank.
 
         With sub-centres two classes are as similar as their closest pair. An all-reduce of M * D numbers, two
         all-gathers of W * k.
         """
-        return nearest_to(self.store, class_id, k, self.settings.num_classes, self.group)
+        if not 1 <= k < self.num_classes:
+            raise HeadError(f"nearest() was asked for k={k}: it must lie in [1, {self.num_classes - 1}].")
+        own = self.centres(torch.tensor([class_id])).reshape(-1, self.embedding_dim)
+        cosines_K = self.store.cosines_to(unit_rows(own, self.store.work_dtype)[0])
+        if self.classes.start <= class_id < self.classes.stop:
+            cosines_K[class_id - self.classes.start] = -torch.inf
+        top = cosines_K.topk(min(k, len(cosines_K)))
+        # Every rank sends k of them; one that has fewer classes fills up with -inf.
+        cosines_k = cosines_K.new_full((k,), -torch.inf)
+        ids_k = torch.zeros(k, dtype=torch.int64, device=cosines_K.device)
+        cosines_k[: len(top.values)], ids_k[: len(top.values)] = top.values, top.indices + self.classes.start
+        cosines, ids = gather_blocks(cosines_k, self.group).flatten(), gather_blocks(ids_k, self.group).flatten()
+        best = cosines.topk(k)
+        return ids[best.indices], best.values
 
+    @torch.no_grad()
     def logits(self, embeddings_BD: Tensor) -> Tensor:
         """Collective. Returns scale * cosine of these embeddings with all classes, (B, C), without margin and gradient.
 
@@ -374,19 +414,57 @@ class PartialFC(nn.Module):
         closest one of a class counts. Each rank holds B * C numbers afterwards; predict() needs less memory. An all-gather
         of the embeddings, and one of B * C numbers per rank.
         """
-        self._settle_on(embeddings_BD.device)
-        check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
-        cosines_BC = cosines_with_all(self.store, embeddings_BD, self.settings.num_classes, self.group)
-        return cosines_BC.mul_(self.settings.margin.scale)
+        batch = self._gather_units(embeddings_BD)
+        own_GK = torch.cat([cosines for _, cosines in self._cosine_blocks(batch.embeddings_GD)], dim=1)
+        # Ranks hold ranges of classes that differ by one at most; the shorter ones are filled up for the all-gather.
+        own_GK = nn.functional.pad(own_GK, (0, -(-self.num_classes // self.world_size) - own_GK.shape[1]))
+        result = own_GK.new_empty((len(embeddings_BD), self.num_classes))
+        for rank, images in enumerate(own_GK.split(batch.max_batch) if batch.max_batch else ()):
+            # One rank's images at a time: gathering those of all ranks would take W times the memory of the result.
+            blocks_WBK = gather_blocks(images, self.group)
+            if rank == self.rank:
+                for owner, block_BK in enumerate(blocks_WBK):
+                    part = class_range(self.num_classes, owner, self.world_size)
+                    result[:, part.start : part.stop] = block_BK[: len(result), : len(part)]
+        return result.mul_(self.margin.scale)
 
+    @torch.no_grad()
     def predict(self, embeddings_BD: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
         """Collective. Returns the k classes closest to each embedding, best first: ids and cosines, both (B, k).
 
         Memory for 65,536 classes at a time. An all-gather of the embeddings, and two of W * G * k numbers.
         """
+        if not 1 <= k <= self.num_classes:
+            raise HeadError(f"predict() was asked for k={k}: it must lie in [1, {self.num_classes}].")
+        batch = self._gather_units(embeddings_BD)
+        cosines_Gk = batch.embeddings_GD.new_full((len(batch.embeddings_GD), k), -torch.inf)
+        ids_Gk = torch.zeros_like(cosines_Gk, dtype=torch.int64)
+        for first, cosines_GS in self._cosine_blocks(batch.embeddings_GD):
+            ids_S = torch.arange(first, first + cosines_GS.shape[1], device=self.device).expand_as(cosines_GS)
+            cosines_Gk, ids_Gk = _best(torch.cat([cosines_Gk, cosines_GS], 1), torch.cat([ids_Gk, ids_S], 1), k)
+        cosines = gather_blocks(cosines_Gk, self.group).transpose(0, 1).flatten(1)
+        ids = gather_blocks(ids_Gk, self.group).transpose(0, 1).flatten(1)
+        start = self.rank * batch.max_batch
+        own = slice(start, start + len(embeddings_BD))
+        best, best_ids = _best(cosines[own], ids[own], k)
+        return best_ids, best
+
+    def _gather_units(self, embeddings_BD: Tensor) -> GlobalBatch:
+        """Collective. Returns the unit embeddings of all ranks."""
         self._settle_on(embeddings_BD.device)
         check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
-        return closest_classes(self.store, embeddings_BD, k, self.settings.num_classes, self.group)
+        unit_BD = unit_rows(embeddings_BD.detach(), self.store.work_dtype)[0]
+        labels_B = torch.zeros(len(unit_BD), dtype=torch.int64, device=unit_BD.device)
+        return gather_batch(unit_BD, labels_B, step=0, max_batch=None, group=self.group)
+
+    def _cosine_blocks(self, unit_GD: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yields (first class, cosines) with the classes of this rank, a block at a time; the closest sub-centre counts."""
+        num_subcentres = self.store.num_subcentres
+        with _without_autocast(unit_GD.device):
+            for number, block in enumerate(self.store.weight_RD.split(_BLOCK_CLASSES * num_subcentres)):
+                cosines = unit_GD @ unit_rows(block, self.store.work_dtype)[0].T
+                cosines = cosines.unflatten(1, (-1, num_subcentres)).amax(2)
+                yield self.classes.start + number * _BLOCK_CLASSES, cosines
 
     # ---- as a torch module: state dicts, moves and conversions, copies and pickles -----------------------------------
 
@@ -549,6 +627,11 @@ class PartialFC(nn.Module):
         return super().__reduce_ex__(protocol)
 
 
+def _best(cosines: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    top = cosines.topk(k, dim=1)
+    return top.values, ids.gather(1, top.indices)
+
+
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     # Entering torch's context costs 20 microseconds, also if there is nothing to switch off.
     if torch.is_autocast_enabled(device.type):
@@ -581,3 +664,52 @@ class _HeadLoss(torch.autograd.Function):
             # The rows behind are padding up to max_batch.
             grad_BD = ctx.head._engine.faults.masked(grad_BD[: ctx.num_images])
         return grad_BD, None, None, None, None, None
+
+
+# ---- the choice between the two steps -------------------------------------------------------------------------------
+
+
+def choose_engine(
+    name: str, device: torch.device, *, margin: Margin, dtype: torch.dtype
+) -> tuple[type[StepEngine], Kernel]:
+    """Returns the step and the kernel for a name; `auto` is the fastest that this device has for these settings.
+
+    dtype: of the stored centres. On a GPU a warning says why `auto` is not the fused kernel.
+    """
+    if name == "chunked":
+        return PlainStep, chunked
+    if name not in ("auto", _FUSED):
+        raise HeadError(f"Unknown kernel {name!r} for {device}: expected auto, chunked or {_FUSED}.")
+    obstacle = fused_obstacle(device, margin=margin, dtype=dtype)
+    if obstacle is None and (device.type == "cuda" or name == _FUSED):
+        # Imported here: Triton need not be installed.
+        from megaclass.head.gpu import kernel
+        from megaclass.head.gpu.step import FusedStep
+
+        return FusedStep, kernel
+    if name == _FUSED:
+        raise HeadError(f"kernel={_FUSED!r} cannot run here: {obstacle}. Use kernel='auto', or remove that obstacle.")
+    if device.type == "cuda":
+        warnings.warn(f"The head uses its plain chunked kernel on {device}: {obstacle}.", stacklevel=3)
+    return PlainStep, chunked
+
+
+def fused_obstacle(device: torch.device, *, margin: Margin, dtype: torch.dtype) -> str | None:
+    """Returns why the fused kernel cannot run, as the end of a sentence; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    # Triton's interpreter runs the same programs on a CPU, for tests.
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"it needs a CUDA GPU, and the head is on {device}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        return f"it needs compute capability 8.0 or later, and {torch.cuda.get_device_name(device)} has {capability}"
+    if dtype == torch.float64:
+        return "it computes in float32, and storage is 'float64'"
+    from megaclass.head.gpu.kernel import MAX_LOGIT
+
+    if margin.logit_bound() > MAX_LOGIT:
+        return f"it takes logits up to {MAX_LOGIT:g}, and those of {margin} reach {margin.logit_bound():g}"
+    if not margin.touches_only_target and not isinstance(margin, CurricularFace):
+        return f"{type(margin).__name__} changes the negatives' logits in a way it does not know"
+    return None

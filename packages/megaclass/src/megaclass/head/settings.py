@@ -5,30 +5,28 @@ Also turns what a user gives to PartialFC (margin, row optimizer, device, group)
 
 import contextlib
 import difflib
-import json
+import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaclass.distributed.agreement import facts_that_differ
 from megaclass.errors import HeadError
 from megaclass.head.centres import STORAGE_DTYPES
 from megaclass.head.margins import MARGINS, ArcFace, Margin
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
 from megaclass.head.sampling import RateSchedule
 from megaclass.head.state_dict import MODULE_STATES, ModuleState
-from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
+from megaclass_launch.ranks.collectives import group_rank, group_size
 from megaclass_launch.ranks.devices import usable_device
 from megaclass_launch.world import world_from_environment
 
 _T = TypeVar("_T")
-
-# Settings that ranks compare are sent as JSON text of this fixed size.
-_SETTINGS_BYTES = 8192
 
 # Memory for exponentials that a step keeps for its backward, if the user does not say how much.
 _STORED_ON_CPU = 4 << 30
@@ -83,35 +81,21 @@ class HeadSettings:
                 raise HeadError(f"PartialFC {name} is {getattr(self, name)!r}; it must be {allowed}.")
 
     def compare_between_ranks(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Collective: all-gathers 8 KiB per rank. Ranks with different settings would silently compute different things."""
-        text = json.dumps(self._compared()).encode()
-        if len(text) > _SETTINGS_BYTES:
-            raise HeadError(
-                f"The head's settings are {len(text)} bytes as text, more than {_SETTINGS_BYTES}: shorten sample_rate."
-            )
-        block = torch.frombuffer(bytearray(text.ljust(_SETTINGS_BYTES)), dtype=torch.uint8).to(device)
-        texts = [bytes(row.tolist()) for row in gather_blocks(block, group).cpu()]
-        for other, theirs in enumerate(texts):
-            if theirs != texts[0]:
-                first, second = json.loads(texts[0]), json.loads(theirs)
-                name = next(key for key in first if first[key] != second[key])
-                raise HeadError(
-                    f"Ranks disagree about the head: {name} is {first[name]} on rank 0 but {second[name]} on rank {other}. "
-                    f"Give every rank the same settings."
-                )
+        """Collective: all-gathers 32 bytes per rank. Ranks with different settings would silently compute different things.
 
-    def _compared(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks. `kernel` and `stored_bytes` may differ."""
-        names = (
-            "embedding_dim", "num_classes", "seed", "max_batch", "gradient_scale", "filter_above", "correct_sampling",
-            "sample_positives", "module_state", "storage", "num_subcentres",
-        )  # fmt: skip
-        return {
-            **{name: getattr(self, name) for name in names},
-            "margin": repr(self.margin),
-            "optimizer": repr(self.optimizer),
-            "sample_rate": list(zip(self.rates.starts, self.rates.rates, strict=True)),
-        }
+        `kernel` and `stored_bytes` may differ.
+        """
+        facts = {one.name: repr(getattr(self, one.name)) for one in fields(self)}
+        different = facts_that_differ(
+            {name: value for name, value in facts.items() if name not in ("kernel", "stored_bytes")}, device, group
+        )
+        for name, values in different.items():
+            other = next(rank for rank, value in values.items() if value != values[0])
+            name = "sample_rate" if name == "rates" else name
+            raise HeadError(
+                f"Ranks disagree about the head: {name} is {values[0]} on rank 0 but {values[other]} on rank {other}. "
+                f"Give every rank the same settings."
+            )
 
 
 def check_batch(
@@ -187,6 +171,15 @@ class HasGroup(Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup: ...
+
+
+def whole_number(name: str, given: object) -> int:
+    """Returns a Python or NumPy integer as it is; refuses 40.0, which would make a tensor of another dtype."""
+    try:
+        return operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        shown = f"; write {int(given)}" if isinstance(given, float) and given == int(given) else ""
+        raise HeadError(f"PartialFC {name} is {given!r}; it must be a whole number{shown}.") from None
 
 
 def chosen_margin(given: Margin | str | None) -> Margin:

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.errors import HeadError
-from megaclass.head.centres import Centres
-from megaclass.head.shards import ClassRange, class_range
+from megaclass.head.centres import Centres, ClassRange, class_range
 from megaclass_launch.ranks.collectives import gather_blocks, group_size
 
 EXTRA = "_extra_state"

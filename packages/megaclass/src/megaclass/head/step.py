@@ -164,16 +164,6 @@ def new_draw(drawn: DrawnClasses, counts_W: Tensor) -> StepDraw:
 # ---- what a forward leaves for backward and the update -----------------------------------------------------------
 
 
-@dataclass(slots=True)
-class TargetRows:
-    """The centres of the images' own classes, on the rank that owns them."""
-
-    rows_G: Tensor
-    """Row of each image's class (its closest sub-centre) on this rank, -1 if another rank owns it."""
-    unit_GD: Tensor
-    """That row, normalised; zero if another rank owns it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredImages:
     """The global batch as every rank holds it after the all-gather, matched with the classes of this rank."""
@@ -189,7 +179,10 @@ class GatheredImages:
     labels_G: Tensor
     is_image_G: Tensor
     """False for padding."""
-    own: TargetRows
+    own_rows_G: Tensor
+    """Row of each image's class (its closest sub-centre) on this rank, -1 if another rank owns it."""
+    own_unit_GD: Tensor
+    """That row, normalised; zero if another rank owns it."""
     local_ids_G: Tensor
     """Local id of each image's class, -1 if another rank owns it."""
     counts_W: Tensor
@@ -420,7 +413,7 @@ def _add_targets_(chunk: CentreGradient, parts: list[LossPart], num_subcentres: 
     for part in parts:
         slots_G, unit_GD = part.problem.target_slot_G, part.images.unit_GD
         is_here_G = (slots_G >= chunk.start) & (slots_G < chunk.stop)
-        places_G = (slots_G - chunk.start) * num_subcentres + part.images.own.rows_G % num_subcentres
+        places_G = (slots_G - chunk.start) * num_subcentres + part.images.own_rows_G % num_subcentres
         pulls_GD = unit_GD * part.target_coefficients_G.to(unit_GD.dtype)[:, None]
         # Images whose class is elsewhere add zero to the first row: selecting those that are here would be a wait.
         places_G = torch.where(is_here_G, places_G, 0)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaclass.backbones import BACKBONES, build_backbone
-from megaclass.backbones.recognise import BackboneShape, recognise
+from megaclass.backbones import BACKBONES, BackboneShape, build_backbone, recognise
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.checkpoint.tensor_file import tensors_with_prefix

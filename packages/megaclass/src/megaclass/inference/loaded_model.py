@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megaclass.data.decode import Fit
+from megaclass.data.sources.open_source import open_source
 from megaclass.errors import CheckpointError, DataError
+from megaclass.evaluation.centres import CENTRES_FILE, Centres, ClassShard, read_exported_centres, read_run_centres
 from megaclass.evaluation.embed import OnBad, embed_part
 from megaclass.evaluation.images import GivenImages, Images
+from megaclass.evaluation.protocols.classification import no_centres
 from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
-from megaclass.image_size import ImageSize, compact_size, height_and_width
+from megaclass.image_size import ImageSize, compact_size, height_and_width, shown_size
 from megaclass.inference.image_index import Comparable, ImageIndex, ImageInput, index_of, listed_images
 from megaclass.inference.thresholds import Comparison, Threshold, choose_threshold, points_of_results
 
@@ -132,6 +135,10 @@ class LoadedModel:
     """Folder of the run, whose evaluation has the thresholds; None for a model file."""
     points: Mapping[str, Any] = field(default_factory=dict)
     """Thresholds by evaluation set, as config.json of an exported model states them."""
+
+    def __repr__(self) -> str:
+        size = shown_size(self.image_size)
+        return f"LoadedModel({self.name}: {self.backbone}, images of {size}, {self.embedding_dim} numbers, on {self.device})"
 
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Returns (B, D), not normalised, of (B, 3, H, W) images in [-1, 1]; gradients as torch's mode says."""
@@ -279,6 +286,37 @@ class LoadedModel:
             )
             return self.points
         return points_of_results(read_results(self.run))
+
+    @functools.cached_property
+    def centres(self) -> Centres:
+        """The class centres: of the run's checkpoint, or of the centres.safetensors next to an exported model."""
+        file = self.path.parent / CENTRES_FILE
+        if file.is_file() and not self.path.is_dir():
+            found = read_exported_centres(file)
+        elif self.run is not None and self.path.is_dir():
+            found = read_run_centres(self.run)
+        else:
+            raise DataError(no_centres(self.name))
+        width = found.rows(0, 1).shape[1]
+        if width != self.embedding_dim:
+            raise DataError(
+                f"The class centres of {self.name} have {width} numbers, but the model gives {self.embedding_dim}: they are "
+                f"of another model."
+            )
+        return found
+
+    def class_shard(self, training_data: str | None = None) -> ClassShard:
+        """Returns the centres of this rank's classes. training_data: the path of the data, for the size of each class."""
+        shard = self.centres.shard()
+        if training_data is None:
+            return shard
+        source = open_source(training_data)
+        if source.num_classes != self.centres.num_classes:
+            raise DataError(
+                f"{training_data} has {source.num_classes:,} classes, but {self.name} was trained on "
+                f"{self.centres.num_classes:,}: it is not its training data."
+            )
+        return replace(shard, num_images_C=np.bincount(source.labels, minlength=source.num_classes))
 
     def rows(self, given: Comparable, **embedding: Any) -> NDArray[np.float32]:
         """Returns normalised rows of images, or of embeddings that the caller has already."""

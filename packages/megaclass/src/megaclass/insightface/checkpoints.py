@@ -135,7 +135,10 @@ def _load(path: Path) -> dict[str, Any]:
     # UnicodeDecodeError, OverflowError. All of them mean that the file cannot be read.
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CheckpointError(f"Cannot read {path} as tensors only: {reason}") from error
+        raise CheckpointError(
+            f"Cannot read {path} as tensors only: {reason}. It is damaged, or not a file of torch.save, or holds other objects "
+            f"than tensors. Copy it again, or save the weights alone: torch.save(model.state_dict(), path)."
+        ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, expected a state dict.")
     _check_tensors(loaded, path, num_bytes)

@@ -1,5 +1,6 @@
 """The work of the ranks between two steps, in this order.
 
+    place       centres move towards the means of their classes   after the last step
     evaluate    the accuracies of the weights as they are now     every train.evaluate_epochs
     report      a row of metrics, errors and signals of all ranks every train.report_steps, and before any other work
     commit      the state, into the memory of an elastic job      every train.commit_steps, and before a checkpoint
@@ -25,9 +26,10 @@ from megaclass.evaluation.protocol import Evaluator, SetResult
 from megaclass.evaluation.results import headline
 from megaclass.evaluation.sets import evaluate_sets, find_sets
 from megaclass.progress import Bar, bar_on_demand, no_bar, progress_bar
+from megaclass.training.class_means import place_centres
 from megaclass.training.commits import Change, Commits
 from megaclass.training.data_errors import DataErrors
-from megaclass.training.metrics import Meter, check_finite
+from megaclass.training.metrics import Meter, StepClock, check_finite
 from megaclass.training.model.build import Model, generator_states
 from megaclass.training.observer import Observer
 from megaclass.training.run.run import Run
@@ -39,6 +41,7 @@ from megaclass_launch.rank_status import own_status
 _logger = logging.getLogger("megaclass.training")
 # The progress bar shows the data wait above this share.
 _SHOWN_WAIT_SHARE = 0.05
+_ACCURACY = "verification_accuracy"
 
 
 class BetweenSteps:
@@ -50,16 +53,17 @@ class BetweenSteps:
         model: Model,
         done: int,
         num_steps: int,
-        *,
-        meter: Meter,
-        observer: Observer,
-        data_errors: DataErrors,
         writer: CheckpointWriter,
         signals: StopSignals,
         commits: Commits | None,
     ) -> None:
-        self._run, self._model, self._meter, self._observer = run, model, meter, observer
-        self._data_errors, self._writer, self._signals, self._commits = data_errors, writer, signals, commits
+        self._run, self._model = run, model
+        self._writer, self._signals, self._commits = writer, signals, commits
+        self.clock, self.data_errors = StepClock(run.device, model.backbone), DataErrors()
+        # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
+        rows = run.folder.read_metrics()
+        self.meter = Meter(run.config.train.global_batch, rows, run.device, self.clock)
+        self.observer = Observer(run, self.clock, done)
         self._bar: Bar
         self._send_row: Sink
         self._reported_errors: set[str] = set()
@@ -71,9 +75,13 @@ class BetweenSteps:
         self.done = done
         """Steps done since the start of the run."""
         self.results: list[SetResult] | None = None
-        """The last evaluation."""
+        """The evaluation after the last step done, if there was one."""
         self.stop = Stop.NO
-        """The request to stop before the last step, if a signal made one."""
+        """The request to stop before the last step, if there is one."""
+        self._ends_early = False
+        """On rank 0: a callback or train.patience has asked to end the run here."""
+        self._accuracies: list[float] = [row[_ACCURACY] for row in rows if isinstance(row.get(_ACCURACY), float)]
+        """Of the first set, in every evaluation of the run."""
 
     @property
     def is_regrouping(self) -> bool:
@@ -97,6 +105,9 @@ class BetweenSteps:
         self._commit()
         bar = progress_bar("training", self._num_steps, start=self.done) if is_main else no_bar()
         self._bar = held.enter_context(bar)
+        if is_main:
+            # A request that came too late for an earlier start is forgotten.
+            run.folder.take_end_request()
 
     def after_step(self, duties: StepDuties) -> None:
         """Collective. Does what is due after this step."""
@@ -104,7 +115,9 @@ class BetweenSteps:
         self._duties = duties
         # Loss and accuracies of this very step, or none: the best checkpoint is chosen by them.
         numbers: dict[str, float] = {}
-        detail = ""
+        detail, self.results = "", None
+        if duties.is_last:
+            self._place_centres()
         if duties.is_evaluated:
             numbers = self._evaluate()
         if duties.is_reported:
@@ -114,15 +127,21 @@ class BetweenSteps:
             self._commits.step_done(self.done)
             if duties.is_committed and not self.stop:
                 self._commit()
+        if self.stop is Stop.EARLY:
+            self._place_centres()
         # When ranks leave, one may take along the only copy of another's centres.
         if duties.is_saved or self.stop or (self.is_regrouping and self._change.has_removals):
             self._save(numbers)
 
+    def _place_centres(self) -> None:
+        with self.meter.paused(), self.observer.long_work("class means"):
+            place_centres(self._run, self._model)
+
     def _evaluate(self) -> dict[str, float]:
-        with self._meter.paused(), self._observer.long_work("evaluation"):
+        with self.meter.paused(), self.observer.long_work("evaluation"):
             self.results = evaluate_between_steps(self._run, self._model, self.done, self._reported_errors)
         numbers = accuracies(self.results)
-        self._run.events.note("evaluation", self.done, seconds=self._meter.last_pause_s, **numbers)
+        self._run.events.note("evaluation", self.done, seconds=self.meter.last_pause_s, **numbers)
         return numbers
 
     def _report(self, duties: StepDuties, numbers: dict[str, float]) -> str:
@@ -132,28 +151,49 @@ class BetweenSteps:
         """
         run, device = self._run, self._run.device
         row = {"step": self.done, "epoch": self.done / run.loader.steps_per_epoch, "learning_rate": duties.lr}
-        row |= self._meter.read()
-        row |= self._observer.read(self._meter, self.done)
+        row |= self.meter.read()
+        row |= self.observer.read(self.meter, self.done)
         if self._commits is not None:
             row["commit_s"] = self._commits.take_seconds()
         numbers |= {"loss": row["loss"]}
-        with self._observer.reporting():
+        with self.observer.reporting():
             on_every_rank(partial(self._check_and_send, row | numbers), device)
         if row["skipped_steps"]:
             run.events.note("skip", self.done, num_steps=row["skipped_steps"])
         # Signals are exchanged at reports only, so other steps need no additional collective.
-        self.stop = Stop.NO if duties.is_last else self._signals.of_any_rank(device)
-        return describe_row(row, self._observer.describe_slow())
+        own = Stop.EARLY if self._ends_early else Stop.NO
+        self.stop = Stop.NO if duties.is_last else self._signals.of_any_rank(device, own)
+        return describe_row(row, self.observer.describe_slow())
 
     def _check_and_send(self, row: dict[str, Any]) -> None:
-        self._data_errors.check()
+        self.data_errors.check()
         on_nan, is_scaled = self._run.config.train.on_nan, self._model.loss_scale.is_dynamic
-        check_finite(row, int(row["step"]), on_nan, is_scaled, self._meter.skipped_in_row)
+        check_finite(row, int(row["step"]), on_nan, is_scaled, self.meter.skipped_in_row)
         self._send_row(row)
+        if self._run.world.is_main:
+            # All of them are called, also if the first one has asked to end the run.
+            asked = [callback(dict(row)) is True for callback in self._run.callbacks]
+            self._ends_early = any([*asked, self._is_past_patience(row), self._run.folder.take_end_request()])
+
+    def _is_past_patience(self, row: dict[str, Any]) -> bool:
+        """Tells whether the last train.patience evaluations brought no better accuracy than an earlier one."""
+        patience = self._run.config.train.patience
+        if not patience or _ACCURACY not in row:
+            return False
+        self._accuracies.append(row[_ACCURACY])
+        best = self._accuracies.index(max(self._accuracies))
+        if len(self._accuracies) - 1 - best < patience:
+            return False
+        evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
+        _logger.info(
+            f"the run ends after step {self.done:,}: the last {evaluations} brought no better accuracy than "
+            f"{self._accuracies[best]:.2%} (train.patience={patience})."
+        )
+        return True
 
     def _commit(self) -> None:
         if self._commits is not None:
-            with self._observer.long_work("commit"):
+            with self.observer.long_work("commit"):
                 change = self._commits.commit(self._model, self.done, self._run.device)
             # Before the first step a commit keeps the state only.
             self._change = change if self._duties is not None else self._change
@@ -162,7 +202,7 @@ class BetweenSteps:
         """Averages the batch statistics over the ranks and starts a checkpoint, written during the next steps."""
         _logger.debug(f"saving a checkpoint of step {self.done}")
         head = self._model.head
-        with self._observer.long_work("saving"):
+        with self.observer.long_work("saving"):
             average_buffers_(self._model.backbone)
             self._writer.save(
                 Snapshot(
@@ -251,5 +291,5 @@ def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: s
 def accuracies(results: list[SetResult]) -> dict[str, float]:
     """Returns the accuracy of each set by name, and that of the first one as `verification_accuracy`."""
     found = {result.name: float(result.numbers["accuracy"]) for result in results if "accuracy" in result.numbers}
-    first = {"verification_accuracy": next(iter(found.values()))} if found else {}
+    first = {_ACCURACY: next(iter(found.values()))} if found else {}
     return first | {f"accuracy_{name}": accuracy for name, accuracy in found.items()}

@@ -18,7 +18,7 @@ from megaclass.checkpoint.class_ranges import Classes, overlapping, whole_up_to
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.checkpoint.tensor_file import DTYPE_NAMES
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.head.shards import class_range
+from megaclass.head.centres import class_range
 from megaclass.training.model.build import Model, generator_states, restore_generators
 from megaclass_launch.elastic.worker import Assignment, ElasticWorker
 from megaclass_launch.errors import ConnectionLostError

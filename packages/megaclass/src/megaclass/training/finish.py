@@ -18,9 +18,10 @@ from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.evaluation.centres import read_run_centres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.baselines import score_pixels
-from megaclass.evaluation.protocols.centre_health import CentreHealth, read_run_centres
+from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.pairs import result_of_pairs
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
 from megaclass.evaluation.report.page import write_report
@@ -167,7 +168,8 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
     folder = run.folder.path
     lines = [
         "",
-        f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process(es): "
+        f"Trained {summary['num_classes']:,} classes on {summary['world_size']} process"
+        f"{'es' if summary['world_size'] > 1 else ''}: "
         f"loss {summary['final_loss']:.3f}, {summary['images_per_second']:,.0f} images/s.",
     ]
     floor = f" (raw pixels {summary[_BASELINE]:.1%})" if _BASELINE in summary else ""
@@ -188,7 +190,8 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
         ("checkpoints/", "to continue with --resume"),
         ("config.toml", "every setting of this run"),
     ):
-        if (folder / name).exists():
+        is_empty = name == "evaluation.json" and all(result.error is not None for result in results)
+        if (folder / name).exists() and not is_empty:
             lines.append(f"  {name:18} {meaning}")
     lines += ["", *_next_steps(run, results)]
     print(wrapped("\n".join(lines), sys.stdout), flush=True)
@@ -200,7 +203,7 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
     if run.config.synth.identities:
         return [
             "Next: your own images, one subfolder per identity (or train.rec, train.idx, property):",
-            f"  megaclass train {folder / 'config.toml'} data.path=FOLDER synth.identities=0 train.run_dir=runs/own",
+            "  megaclass train FOLDER",
         ]
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]

@@ -27,7 +27,7 @@ from megaclass.config.schema import Config
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError, HeadError
-from megaclass.head.shards import class_range
+from megaclass.head.centres import class_range
 from megaclass.training.run.run import OF_EACH_HOST, make_loader, staged_path
 from megaclass_launch.elastic.worker import Assignment, ElasticWorker, Why
 from megaclass_launch.errors import ConfigError, ConnectionLostError, LaunchError, UserError

@@ -18,10 +18,8 @@ from megaclass.data.loading.choose import available_cores
 from megaclass.evaluation.protocol import SetResult
 from megaclass.training.between_steps import BetweenSteps
 from megaclass.training.commits import Commits
-from megaclass.training.data_errors import DataErrors, batch_of_no_class
-from megaclass.training.metrics import Meter, StepClock
+from megaclass.training.data_errors import batch_of_no_class
 from megaclass.training.model.build import Model
-from megaclass.training.observer import Observer
 from megaclass.training.run.run import Run
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.schedule import Schedule
@@ -37,11 +35,11 @@ class TrainingResult:
     final_loss: float
     images_per_second: float
     stop: Stop
-    """The request to stop before the last step, if a signal made one."""
+    """The request to stop before the last step, if there was one."""
     is_regrouping: bool = False
     """The ranks of an elastic job have agreed to leave their generation, because hosts have changed."""
     results: list[SetResult] | None = None
-    """Evaluation after the last step; None if the run stopped earlier or does not evaluate during training."""
+    """Evaluation after the last step done; None if there was none."""
 
 
 def train(
@@ -58,22 +56,8 @@ def train(
     """
     config, loader, device = run.config, run.loader, run.device
     schedule = Schedule(config, loader.steps_per_epoch, commits.interval if commits is not None else None)
-    clock, data_errors = StepClock(device, model.backbone), DataErrors()
-    # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
-    meter = Meter(config.train.global_batch, run.folder.read_metrics(), device, clock)
-    observer = Observer(run, clock, first_step)
-    between = BetweenSteps(
-        run,
-        model,
-        first_step,
-        schedule.num_steps,
-        meter=meter,
-        observer=observer,
-        data_errors=data_errors,
-        writer=writer,
-        signals=signals,
-        commits=commits,
-    )
+    between = BetweenSteps(run, model, first_step, schedule.num_steps, writer, signals, commits)
+    clock, meter, observer, data_errors = between.clock, between.meter, between.observer, between.data_errors
     # The order of the data is a function of (seed, epoch, step), so a resumed run just starts in the middle of an epoch.
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=schedule.num_steps - first_step)
@@ -111,5 +95,5 @@ def train(
         images_per_second=meter.images_per_second(),
         stop=between.stop,
         is_regrouping=between.is_regrouping,
-        results=None if between.stop else between.results,
+        results=between.results,
     )

@@ -4,9 +4,9 @@ import faulthandler
 import logging
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,15 @@ from megaclass.training.generations import check_most_ranks, joined_group, open_
 from megaclass.training.loop import TrainingResult, train
 from megaclass.training.model.build import Model, build_model, build_row_optimizer
 from megaclass.training.run.folder import RunFolder
-from megaclass.training.run.run import OpenedData, Run, check_same_start, describe_sizes, how_to_verify, open_run
+from megaclass.training.run.run import (
+    Callback,
+    OpenedData,
+    Run,
+    check_same_start,
+    describe_sizes,
+    how_to_verify,
+    open_run,
+)
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
@@ -51,7 +59,7 @@ _LAST_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
-class TrainedRun:
+class RankOutcome:
     """A run after its last step, ready to be evaluated and exported."""
 
     run: Run
@@ -60,36 +68,33 @@ class TrainedRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticContext:
-    """State that a process of an elastic job has besides. All but `here` outlives the generations of the job."""
-
-    commits: Commits
-    opened: OpenedData
-    lock: FolderLock
-    max_ranks: int
-    """Largest number of ranks that the job may have; 0 if it was not given."""
-    here: Assignment
-    """The place of this process in the present generation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """Everything that one rank is given for its way from the settings to its exit code."""
+    """Everything that one rank is given for its way from the settings to its exit code.
+
+    Only `world` and `here` change from one generation of an elastic job to the next.
+    """
 
     config: Config
     world: World
     mode: StartMode
-    held: ExitStack
-    """Ends with the rank, after its process group: the run folder stays locked until rank 0 has written the last result."""
-    elastic: ElasticContext | None = None
+    lock: FolderLock
+    """Held until the rank ends, after its process group: rank 0 writes the last result into the locked run folder."""
+    opened: OpenedData = field(default_factory=OpenedData)
+    commits: Commits | None = None
+    """Of an elastic job."""
+    here: Assignment | None = None
+    """The place of this process in the present generation of an elastic job."""
+    max_ranks: int = 0
+    """Largest number of ranks that an elastic job may have; 0 if it was not given."""
+    callbacks: tuple[Callback, ...] = ()
 
     @property
     def is_continued(self) -> bool:
         """True if an earlier generation of this elastic job has begun the run; the same on every rank after `Commits.join`."""
-        return self.elastic is not None and self.elastic.commits.has_begun
+        return self.commits is not None and self.commits.has_begun
 
 
-def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
+def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback] = ()) -> int:
     """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
     if not faulthandler.is_enabled():
         # A crash in native code then prints where it happened, whichever launcher started this process.
@@ -98,7 +103,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
     own_status().give_stacks(str(Path(__file__).parents[1]))
     worker = elastic_worker()
     with ExitStack() as held:
-        context = RankContext(config=config, world=world, mode=mode, held=held)
+        context = RankContext(config=config, world=world, mode=mode, lock=FolderLock(held), callbacks=tuple(callbacks))
         if worker is None:
             code = _train_and_finish(context, process_group(world, device=config.train.device))
             assert code is not None, "only the ranks of elastic jobs change"
@@ -106,12 +111,16 @@ def train_as_rank(config: Config, world: World, mode: StartMode) -> int:
         # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
         source = open_to_join(config) if worker.joins_running_job else None
-        commits, opened, lock = Commits(worker, config.train.commit_steps), OpenedData(source), FolderLock(held)
+        context = replace(
+            context,
+            opened=OpenedData(source),
+            commits=Commits(worker, config.train.commit_steps),
+            max_ranks=worker.max_ranks,
+        )
 
         def train_generation(here: Assignment) -> int | None:
-            elastic = ElasticContext(commits=commits, opened=opened, lock=lock, max_ranks=worker.max_ranks, here=here)
             group = joined_group(worker, here, config.train.device)
-            return _train_and_finish(replace(context, world=here.world, elastic=elastic), group)
+            return _train_and_finish(replace(context, world=here.world, here=here), group)
 
         return through_generations(worker, train_generation)
 
@@ -125,8 +134,9 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
         run, model, outcome = trained.run, trained.model, trained.outcome
         if outcome.is_regrouping:
             return None
-        run.events.note("end", outcome.num_steps, outcome="stopped" if outcome.stop else "finished")
-        if outcome.stop:
+        is_interrupted = outcome.stop.is_interruption
+        run.events.note("end", outcome.num_steps, outcome="stopped" if is_interrupted else "finished")
+        if is_interrupted:
             if world.is_main:
                 _logger.info(f"asked to stop; saved at step {outcome.num_steps}, --resume continues.")
             return EXIT_RESUME_ME if outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
@@ -150,35 +160,37 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
     return 0
 
 
-def train_in_group(context: RankContext, device: torch.device) -> TrainedRun:
+def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
     """Collective. Runs from the settings to the last step: opens the run, builds the model, loads weights, trains."""
-    config, world, elastic = context.config, context.world, context.elastic
+    config, world, commits = context.config, context.world, context.commits
     hosts = check_same_start(config, device)
-    restoration = elastic.commits.join(elastic.here, device) if elastic is not None else None
+    restoration = None
+    if commits is not None and context.here is not None:
+        restoration = commits.join(context.here, device)
     # What an earlier generation did and said is not repeated: begin() below changes the answer.
     is_continued = context.is_continued
     mode, run = _open(context, hosts, device)
     says = world.is_main and not is_continued
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if says else "", device)
     model = _build(run)
-    if restoration is not None and elastic is not None:
-        first_step = elastic.commits.restore(restoration, model, device)
+    if restoration is not None and commits is not None:
+        first_step = commits.restore(restoration, model, device)
         # Rows of steps that are trained once more would be in the curve twice.
         on_main_rank(lambda: run.folder.forget_metrics_after(first_step), device)
     else:
-        if elastic is not None and elastic.commits.is_state_lost and mode.resume is None:
+        if commits is not None and commits.is_state_lost and mode.resume is None:
             raise StateLostError(_STATE_LOST)
         first_step = 0
         if mode.resume is not None:
             first_step = resume_run(run, model, mode)
         else:
             load_initial_weights(run, model, mode)
-        if is_continued and elastic is not None and world.is_main:
-            _announce_fallback(first_step, elastic.commits)
+        if is_continued and commits is not None and world.is_main:
+            _announce_fallback(first_step, commits)
         # From here on a restart continues this run (see start/restart.py).
         on_main_rank(lambda: take_over(config, run.folder, mode), device)
-    if elastic is not None:
-        elastic.commits.begin()
+    if commits is not None:
+        commits.begin()
     if says:
         _logger.info(run.source.describe())
         _logger.info(sizes)
@@ -186,35 +198,33 @@ def train_in_group(context: RankContext, device: torch.device) -> TrainedRun:
             _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
         if Path(config.data.path).exists() and not verification_files(config.data.path):
             _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
-    with run.events.ending_noted(is_elastic=elastic is not None):
-        outcome = _train_and_save(run, model, first_step, elastic.commits if elastic is not None else None)
+        if config.optimizer.warmup_epochs >= config.train.epochs:
+            _logger.warning(
+                f"optimizer.warmup_epochs is {config.optimizer.warmup_epochs:g}, and the run has {config.train.epochs:g} "
+                f"epochs: the learning rate rises until the last step and never falls. Set optimizer.warmup_epochs=0, or train "
+                f"longer."
+            )
+    with run.events.ending_noted(is_elastic=commits is not None):
+        outcome = _train_and_save(run, model, first_step, commits)
     if run.loader.bad_images.num_bad:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
         _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
-    return TrainedRun(run, model, outcome)
+    return RankOutcome(run, model, outcome)
 
 
 def _open(context: RankContext, hosts: tuple[str, ...], device: torch.device) -> tuple[StartMode, Run]:
     """Collective. Locks the run folder, decides how the run starts, and opens the data."""
-    config, world, elastic = context.config, context.world, context.elastic
+    config, world, is_continued = context.config, context.world, context.is_continued
     folder = RunFolder(Path(config.train.run_dir))
-    mode = prepare_run(
-        config,
-        folder,
-        world,
-        device,
-        context.mode,
-        elastic.lock if elastic is not None else FolderLock(context.held),
-        is_continued=context.is_continued,
-    )
+    mode = prepare_run(config, folder, world, device, context.mode, context.lock, is_continued=is_continued)
     # Before any checkpoint is written: shards on another file system would be noticed only when resuming.
     folder.check_seen_by_all(device)
     own_status().name_folder(folder.path.absolute())
-    opened = open_run(config, world, device, folder, hosts, elastic.opened if elastic is not None else None)
-    if elastic is not None and elastic.max_ranks and not context.is_continued:
-        on_main_rank(lambda: check_most_ranks(config, opened.source, elastic.max_ranks), device)
-    return mode, replace(opened, command=mode.command)
+    run = open_run(config, world, device, folder, hosts, context.opened)
+    if context.max_ranks and not is_continued:
+        on_main_rank(lambda: check_most_ranks(config, run.source, context.max_ranks), device)
+    return mode, replace(run, command=mode.command, callbacks=context.callbacks)
 
 
 def _build(run: Run) -> Model:
@@ -273,10 +283,10 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
             # Host memory for the copies is allocated now, so the first save takes no longer than the others.
             writer.reserve(model.head.rows(), model.shared_state())
             outcome = train(run, model, first_step, writer, signals, commits)
-            if run.world.is_main and not outcome.stop and not outcome.is_regrouping:
+            if run.world.is_main and not outcome.stop.is_interruption and not outcome.is_regrouping:
                 _logger.info(f"all {outcome.num_steps:,} steps are done; writing the last checkpoint")
         # A signal may have come while the last checkpoint was written.
-        return replace(outcome, stop=signals.of_any_rank(run.device))
+        return replace(outcome, stop=signals.of_any_rank(run.device, outcome.stop))
 
 
 # ---- out of memory: how much was asked for, what takes the memory, and which settings to lower ----------------------

@@ -32,17 +32,14 @@ class Tracker:
 
     title: str
     setting: str
-    """Name of the setting in [train] that turns it on."""
+    """Full name of the setting that turns it on."""
     off: str
     """Value of the setting that turns it off, as typed."""
     packages: tuple[str, ...]
     open_session: Callable[[Config, Path], AbstractContextManager[SendNumbers]]
 
-    value: Callable[[TrainConfig], object]
-    """Returns the value of the setting."""
-
     def is_wanted(self, settings: TrainConfig) -> bool:
-        return bool(self.value(settings))
+        return bool(getattr(settings, self.setting.removeprefix("train.")))
 
     @property
     def extra(self) -> str:
@@ -104,7 +101,8 @@ def _mlflow(config: Config, folder: Path) -> Iterator[SendNumbers]:
         for start in range(100, len(values), 100):
             client.log_batch(run.info.run_id, params=values[start : start + 100])
     except mlflow.MlflowException as error:
-        raise _refused("MLflow", "mlflow_experiment", config, error, "MLFLOW_TRACKING_URI names the server;") from error
+        advice = "MLFLOW_TRACKING_URI names a server; the default, a file, needs pip install 'megaclass[mlflow]';"
+        raise _refused("MLflow", "mlflow_experiment", config, error, advice) from error
     begun = int(run.info.start_time)
 
     def send(numbers: Mapping[str, float], step: int) -> None:
@@ -183,15 +181,11 @@ def _refused(title: str, setting: str, config: Config, error: Exception, advice:
 
 
 TRACKERS = (
-    Tracker(
-        "TensorBoard", "tensorboard", "false", ("tensorboard",), _tensorboard, lambda settings: settings.tensorboard
-    ),
-    Tracker("Weights & Biases", "wandb_project", "''", ("wandb",), _wandb, lambda settings: settings.wandb_project),
-    Tracker("MLflow", "mlflow_experiment", "''", ("mlflow",), _mlflow, lambda settings: settings.mlflow_experiment),
-    Tracker("trackio", "trackio_project", "''", ("trackio",), _trackio, lambda settings: settings.trackio_project),
-    Tracker(
-        "Prometheus", "metrics_port", "0", ("prometheus_client",), _prometheus, lambda settings: settings.metrics_port
-    ),
+    Tracker("TensorBoard", "train.tensorboard", "false", ("tensorboard",), _tensorboard),
+    Tracker("Weights & Biases", "train.wandb_project", "''", ("wandb",), _wandb),
+    Tracker("MLflow", "train.mlflow_experiment", "''", ("mlflow",), _mlflow),
+    Tracker("trackio", "train.trackio_project", "''", ("trackio",), _trackio),
+    Tracker("Prometheus", "train.metrics_port", "0", ("prometheus_client",), _prometheus),
 )
 
 

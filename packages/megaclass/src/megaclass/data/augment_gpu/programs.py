@@ -13,9 +13,24 @@ Every augmentation equals the function of the same name in data/augment.py, whic
 import triton
 import triton.language as tl
 
-from megaclass.data.augment_gpu.colours import jpeg, pixelwise
-from megaclass.data.augment_gpu.draws import AFFINE, BLUR, CROP, JPEG, LOW_RESOLUTION, WARP, combine, uniform, unsigned
-from megaclass.data.augment_gpu.neighbours import affine, blur, crop, low_resolution, warp
+from megaclass.data.augment_gpu.operations import (
+    AFFINE,
+    BLUR,
+    CROP,
+    JPEG,
+    LOW_RESOLUTION,
+    WARP,
+    affine,
+    blur,
+    combine,
+    crop,
+    jpeg,
+    low_resolution,
+    pixelwise,
+    uniform,
+    unsigned,
+    warp,
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["step", "epoch"])

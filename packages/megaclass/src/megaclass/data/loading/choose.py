@@ -1,4 +1,4 @@
-"""How many processes and threads read the data of one rank, chosen from the CPU cores that it may use."""
+"""How many processes read the data of one rank, chosen from the CPU cores that it may use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CORES_OF_TRAINING = 2
 
 
 def choose_processes(
-    path: str, *, workers: int | Literal["auto"], threads: int, device: torch.device, num_local_ranks: int
+    path: str, *, workers: int | Literal["auto"], device: torch.device, num_local_ranks: int
 ) -> LoaderSettings | None:
     """Returns the loader processes of this rank; None: its own threads read.
 
@@ -32,7 +32,7 @@ def choose_processes(
     if workers == "auto":
         if device.type != "cuda" or unknown:
             return None
-        num_processes = automatic_processes(threads, num_local_ranks)
+        num_processes = automatic_processes(num_local_ranks)
     else:
         num_processes = workers
     if num_processes and unknown:
@@ -40,14 +40,13 @@ def choose_processes(
             f"data.workers is {num_processes}, but the data at {path} is read by {unknown}, a format from outside "
             f"the package, which loader processes do not know: set data.workers=0 and raise data.threads."
         )
-    return LoaderSettings(path=path, num_processes=num_processes, num_threads=threads) if num_processes else None
+    return LoaderSettings(path=path, num_processes=num_processes) if num_processes else None
 
 
-def automatic_processes(threads: int, num_local_ranks: int) -> int:
+def automatic_processes(num_local_ranks: int) -> int:
     """Returns how many loader processes data.workers=auto starts per rank that trains on a GPU of this machine."""
     # More processes than cores would slow the thread that feeds the GPU, which is the one that must never wait.
-    for_loading = cores_of_rank(num_local_ranks) - _CORES_OF_TRAINING
-    return max(1, min(_MAX_PROCESSES, for_loading // threads))
+    return max(1, min(_MAX_PROCESSES, cores_of_rank(num_local_ranks) - _CORES_OF_TRAINING))
 
 
 def cores_of_rank(num_local_ranks: int) -> int:

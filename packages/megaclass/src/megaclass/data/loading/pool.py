@@ -1,147 +1,313 @@
-"""The loader processes of one rank: hands out pieces of batches, collects the batches in order, replaces a process that died.
+"""The loader processes of one rank: workers of a torch DataLoader that decode into memory which they share with the rank.
 
-All of it runs in the rank's own thread (there is no thread here: nothing competes with training for the interpreter): it hands
-out work and collects reports when the next batch is asked for. State of `LoaderProcesses`:
+The DataLoader hands out work, and returns the results in order. It gets what its workers alone do not have:
 
-    _workers    one entry per process, with the pieces that it has been given and not yet reported
-    _missing    per slot of the ring: number of its pieces that are not filled yet
-    _crashes    images on which a decoder has crashed; every process is told, so none decodes them again
-    _filling    (step, slot) of the batches that are being filled or are full, in order
-    _ready      (step, slot) of the batches whose copy to the GPU has begun, in order
-    _free       slots that were handed out; on a GPU their copies may still be under way
+    memory     a memfd that holds the images of several batches. It needs no room in /dev/shm (64 MiB in many containers), is
+               page-locked once, and is gone with its last process. Only the numbers of rows travel through the DataLoader.
+    end        a worker ends as soon as its rank closes the pool or is gone, however that happened (`_run_worker`).
+    start      workers start without the user's main module, with one thread each, and import nothing from the current folder.
+               They block the signals that a terminal or a scheduler sends to all processes of a job: the rank decides when
+               loading ends.
+    crashes    a table in the shared memory tells which image each worker is decoding. If a decoder crashed (SIGSEGV and its
+               like), that image is named and counted as bad.
 
-A process that ends is started again and given the same pieces: a piece is filled with the same bytes however often it is
-tried. The ring records which image each thread was decoding. If a decoder crashed (SIGSEGV and its like) and the process had
-one thread, that image is the one; with several threads the new process gets one thread, and the next crash tells.
+If a worker dies, all are started again with the pieces that were not delivered: a piece is filled with the same bytes however
+often it is tried.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import dataclasses
+import itertools
 import logging
+import mmap
 import os
-import select
 import signal
-import socket
-import subprocess
 import sys
+import threading
 import time
+import traceback
+import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, reduction, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from megaclass.data.loading.reader import BadImages, BatchReader
-from megaclass.data.loading.worker import NO_IMAGE, BatchRing, Piece, RingLayout, failure, receive, send
+from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
+from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
+from megaclass_launch.errors import UserError
 from megaclass_launch.even_parts import even_part
 from megaclass_launch.operating_system import signals_named
 from megaclass_launch.rank_status import wait_for_helper
 
 _log = logging.getLogger("megaclass.data")
 
-_WORKER = "megaclass.data.loading.worker"
 # Signals of a program error: the image is to blame. SIGKILL is not among them: the kernel may have been short of memory.
 _CRASHES = frozenset(signals_named("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"))
-# A process that ends three times in a row without a result will not do better the fourth time.
+_BLOCKED = signals_named("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+# OpenBLAS and OpenMP would start a thread per core in each process, and no loader multiplies matrices.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# A worker that dies three times in a row without a result will not do better the fourth time.
 _MAX_STARTS = 3
-_END_S = 2.0
+_LOOK_S, _SLOW_S, _END_S = 1.0, 30.0, 2.0
 # Smaller pieces cost more in messages than they gain in balance.
 _MIN_PIECE_ROWS = 16
-_SLOW_S = 30.0
-# OpenBLAS and OpenMP would start a thread per core in each process, and no loader multiplies matrices.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _MIN_AHEAD, _MAX_AHEAD = 4, 16
-# A batch in the hands of the training loop, and one that is being copied.
-_NUM_HELD = 2
 _AHEAD_BYTES = 2**28
-_NUM_ON_DEVICE = 2
+# The batch that is being collected, and one whose copy to the GPU is under way.
+_NUM_HELD = 2
+_NO_IMAGE = -1
+_PAGE, _ALIGNED = 4096, 64
+# Texts of errors may quote long paths.
+_MAX_TEXT = 2000
+# Bad images of one piece that are reported with their error; further ones are reported without a text of their own.
+_MAX_REPORTS = 32
+
+Piece = tuple[int, int, int]
+"""A step, counted across epochs, and the rows [first, stop) of this rank's batch that one worker fills."""
 
 
 def num_slots(batch_bytes: int) -> int:
-    """Returns how many batches of this size the ring of the loader processes of one rank holds."""
+    """Returns how many batches of this size the shared memory of the loader processes of one rank holds."""
     return min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes)) + _NUM_HELD
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Place of the data, and number of processes and threads that read it."""
+    """Place of the data, and number of processes that read it."""
 
     path: str
     num_processes: int
-    num_threads: int
-    """Decoding threads per process."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """One batch of the processes."""
-
-    step: int
-    """Counted across epochs."""
-    images: Tensor
-    """uint8 (B, 3, H, W) in the channels-last layout."""
-    labels: Tensor
-    indices: NDArray[np.int64]
-    """On the host."""
-    index_tensor: Tensor
-    """The indices where the images are."""
+BatchTensors = tuple[Tensor, Tensor, NDArray[np.int64], Tensor]
+"""Images, uint8 (B, 3, H, W) in the channels-last layout; labels; indices on the host, and where the images are."""
 
 
-class _Worker:
-    """One loader process and the pieces that it has not reported yet."""
+# ---- shared memory ----
 
-    def __init__(self, number: int, threads: list[int], ring: BatchRing, first_message: dict[str, Any]) -> None:
-        self.number = number
-        self.threads = threads
-        """Its rows in the ring's table of images being decoded."""
-        self.pieces: dict[int, Piece] = {}
-        self.num_failed_starts = 0
-        """Times that it ended since it last reported a piece, or since a crash named another image."""
-        self._ring, self._first_message = ring, first_message
-        self.start()
 
-    def start(self) -> None:
-        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            # With the pid, which the worker compares with its parent: the rank may have been killed meanwhile.
-            arguments = [str(theirs.fileno()), str(self._ring.handle), str(os.getpid())]
-            # Use the rank's own sys.path; -P keeps a user's file from shadowing a module.
-            path = os.pathsep.join(entry for entry in sys.path if entry)
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _WORKER, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self._ring.handle),
-                env=os.environ | _ENVIRONMENT | {"PYTHONPATH": path},
-            )
-        self.send(**self._first_message, threads=self.threads)
+class BatchSlots:
+    """Shared memory, mapped into this process: a table of the images being decoded, then one slot per batch.
 
-    def send(self, **message: Any) -> None:
-        # If it has died, the next wait notices, and gives its pieces to a new process.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(self.connection, **message)
+    A slot holds labels (rows,), indices (rows,) and images (rows, H, W, 3), so one copy takes all of it to the device.
+    """
 
-    def give(self, piece: Piece) -> None:
-        self.pieces[piece.number] = piece
-        self.send(piece=dataclasses.astuple(piece))
+    def __init__(
+        self,
+        num_slots: int,
+        rows: int,
+        image_size: tuple[int, int],
+        num_workers: int,
+        handle: Any = None,
+    ) -> None:
+        """handle: the memory of the rank, as a DupFd; None allocates it."""
+        self._sizes = (num_slots, rows, image_size, num_workers)
+        self.num_slots, self.rows = num_slots, rows
+        self._shape = (rows, *image_size, 3)
+        self.images_at = _rounded_up(16 * rows, _ALIGNED)
+        self.slot_bytes = _rounded_up(self.images_at + int(np.prod(self._shape)), _PAGE)
+        self._slots_at = _rounded_up(8 * num_workers, _PAGE)
+        num_bytes = self._slots_at + num_slots * self.slot_bytes
+        self.handle = _allocate(num_bytes, num_slots, rows) if handle is None else handle.detach()
+        # Never unmapped by hand: arrays may refer to it, and the last of them unmaps it.
+        self.memory = mmap.mmap(self.handle, num_bytes)
+        self.decoding: NDArray[np.int64] = np.frombuffer(self.memory, dtype=np.int64, count=num_workers)
+        """Index of the image that each worker is decoding (_NO_IMAGE: none); it outlives the worker."""
+        if handle is None:
+            self.decoding[:] = _NO_IMAGE
 
-    def end(self) -> int:
-        """Ends the process and returns its exit code: negative if a signal ended it."""
-        self.connection.close()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchSlots, (*self._sizes, reduction.DupFd(self.handle))
+
+    def start_of(self, step: int) -> int:
+        """Returns the first byte of the slot of a step."""
+        return self._slots_at + step % self.num_slots * self.slot_bytes
+
+    def arrays(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+        """Returns views of the labels, indices and images of a step."""
+        at = self.start_of(step)
+        numbers = np.frombuffer(self.memory, dtype=np.int64, count=2 * self.rows, offset=at).reshape(2, self.rows)
+        num_pixels = int(np.prod(self._shape))
+        pixels = np.frombuffer(self.memory, dtype=np.uint8, count=num_pixels, offset=at + self.images_at)
+        return numbers[0], numbers[1], pixels.reshape(self._shape)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _allocate(num_bytes: int, num_slots: int, rows: int) -> int:
+    """Returns a memfd. All of it is allocated here: later a lack of memory would end a process with SIGBUS."""
+    handle = os.memfd_create("megaclass-batches", os.MFD_CLOEXEC)
+    try:
+        # ftruncate alone reserves nothing: a lack of memory would show at the first write to a page.
+        os.ftruncate(handle, num_bytes)
+        os.posix_fallocate(handle, 0, num_bytes)
+    except OSError as error:
+        os.close(handle)
+        raise DataError(
+            f"There is no memory for {num_slots} batches of {rows} images, {num_bytes / 2**20:,.0f} MiB: "
+            f"{error.strerror}. Use fewer loader processes (data.workers; 0 decodes in the rank itself) or a smaller "
+            f"train.global_batch."
+        ) from error
+    return handle
+
+
+# ---- the worker's side ----
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A worker's report of one piece."""
+
+    num_resized: int = 0
+    bad: list[tuple[int, str]] | None = None
+    """Images that cannot be read, with their errors."""
+    error: Exception | None = None
+    """The piece cannot be filled, or the data cannot be opened."""
+    reason: OSError | None = None
+    """Cause of the error; its number tells whether the error may pass (is_transient), and a restart may help."""
+
+
+class _Pieces(Dataset[_Filled]):
+    """Fills pieces of batches in shared memory."""
+
+    def __init__(self, path: str, plan: BatchPlan, slots: BatchSlots, crashes: dict[int, str]) -> None:
+        self._path, self._plan, self._slots, self._crashes = path, plan, slots, crashes
+        self._reader: BatchReader | None = None
+        self._bad: list[tuple[int, str]] = []
+
+    def __getitem__(self, piece: Piece) -> _Filled:
+        self._bad.clear()
         try:
-            return self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+            return _Filled(self._fill(*piece), self._bad[:])
+        except (UserError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            reason = OSError(cause.errno, str(cause)[:_MAX_TEXT]) if isinstance(cause, OSError) else None
+            return _Filled(error=DataError(str(error)[:_MAX_TEXT]), reason=reason)
+        except Exception:
+            return _Filled(error=RuntimeError(f"A loader process failed:\n{traceback.format_exc()[-_MAX_TEXT:]}"))
+
+    def _fill(self, step: int, first: int, stop: int) -> int:
+        if self._reader is None:
+            self._reader = BatchReader(open_source(self._path), self._plan, self._add_bad, self._mark)
+            self._reader.crashes = self._crashes
+        labels_B, indices_B, images_BHW3 = self._slots.arrays(step)
+        epoch, step_in_epoch = divmod(step, self._reader.order.steps_per_epoch)
+        num_resized = self._reader.fill(epoch, step_in_epoch, range(first, stop), images_BHW3, indices_B)
+        self._mark(_NO_IMAGE)
+        # From the indices that were filled: a replaced image brings the label of its own class.
+        labels_B[first:stop] = self._reader.source.labels[indices_B[first:stop]]
+        return num_resized
+
+    def _add_bad(self, index: int, error: DataError) -> None:
+        self._bad.append((index, str(error)[:_MAX_TEXT] if len(self._bad) < _MAX_REPORTS else ""))
+
+    def _mark(self, index: int) -> None:
+        worker = get_worker_info()
+        assert worker is not None
+        self._slots.decoding[worker.id] = index
+
+
+def _run_worker(
+    lifeline: connection.Connection, rank: int, loop: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """Runs the worker's loop in a thread; the main thread ends the process when its rank closes the lifeline or is gone."""
+    threading.Thread(target=_loop_or_exit, args=(loop, arguments), name="decode", daemon=True).start()
+    with contextlib.suppress(ProcessLookupError):
+        # The pipe alone is not enough: a process that the rank had forked may still hold its other end.
+        rank_handle = os.pidfd_open(rank)
+        connection.wait([lifeline, rank_handle])
+    # Without waiting for a thread that may be inside a decoder.
+    os._exit(0)
+
+
+def _loop_or_exit(loop: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    try:
+        loop(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+# ---- starting workers ----
+
+
+class _WorkerContext(ForkServerContext):
+    """Starts the workers of a DataLoader. Remembers them, and holds the end of the pipe that keeps them alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[ForkServerProcess] = []
+        self._theirs, self.lifeline = self.Pipe(duplex=False)
+
+    def Process(self, *, target: Any, args: Any) -> ForkServerProcess:  # type: ignore[override]
+        process = ForkServerProcess(target=_run_worker, args=(self._theirs, os.getpid(), target, args))
+        self.processes.append(process)
+        return process
+
+    def end(self) -> None:
+        """Ends all workers, at the same time and not one after the other."""
+        self.lifeline.close()
+        self._theirs.close()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join(_END_S)
+                process.kill()
+                process.join()
+
+
+def start_fork_server() -> None:
+    """Starts the process from which loader processes are forked, unless it runs; it imports torch once for all of them.
+
+    Does not wait for the import, so a rank that calls it early gets its first batch early.
+    """
+    forkserver.set_forkserver_preload([__name__])
+    # The tracker of semaphores first: its start unblocks signals.
+    for server in (resource_tracker, forkserver):
+        with _clean_start():
+            server.ensure_running()
+
+
+@contextlib.contextmanager
+def _clean_start() -> Iterator[None]:
+    """Lets processes start with blocked signals, without the main module, and with the rank's sys.path.
+
+    A script that trains without `if __name__ == "__main__"` would otherwise train again in each worker. A user's file
+    must not shadow a module because it is in the current folder.
+    """
+    path, environment, main = sys.path[:], dict(os.environ), sys.modules["__main__"]
+    sys.path[:] = filter(None, path)
+    os.environ.update(_ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"})
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        sys.modules["__main__"] = main
+        for name in (*_ONE_THREAD, "PYTHONPATH", "PYTHONSAFEPATH"):
+            os.environ.pop(name)
+            os.environ.update({name: environment[name]} if name in environment else {})
+        sys.path[:] = path
+
+
+# ---- the rank's side ----
 
 
 class LoaderProcesses:
-    """Loader processes with their ring of batch slots, for one pass over a range of steps.
+    """Loader processes with their shared memory, for one pass over a range of steps.
 
     `close` ends the processes; so does the end of this process, however it ends.
     """
@@ -149,215 +315,173 @@ class LoaderProcesses:
     def __init__(
         self, settings: LoaderSettings, reader: BatchReader, bad_images: BadImages, device: torch.device | None
     ) -> None:
-        """device: a GPU to which the batches are copied ahead of time; otherwise they are copied out of the ring."""
-        self._reader, self._source, self._bad_images = reader, reader.source, bad_images
-        plan, num_threads = reader.plan, settings.num_threads
+        """device: a GPU to which the batches are copied ahead of time; otherwise they are copied out of the slots."""
+        self._settings, self._reader, self._bad_images = settings, reader, bad_images
+        plan = reader.plan
         height, width = plan.image_size
         slots = num_slots(plan.max_rows * height * width * 3)
-        layout = RingLayout(
-            num_slots=slots,
-            rows=plan.max_rows,
-            image_size=plan.image_size,
-            num_threads=settings.num_processes * num_threads,
-        )
-        self._ring = _new_ring(layout)
-        self._missing = [0] * slots
+        # A batch is cut into pieces: the first one is there sooner than with a batch per process, and fewer slots suffice.
+        self._num_pieces = max(1, min(settings.num_processes, plan.max_rows // _MIN_PIECE_ROWS))
+        num_ahead = (slots - _NUM_HELD) * self._num_pieces
+        self._num_workers = min(settings.num_processes, num_ahead)
+        # A DataLoader is ahead by whole rounds of its workers: at most the slots that are not held.
+        self._prefetch = num_ahead // self._num_workers
+        self._slots = BatchSlots(slots, plan.max_rows, plan.image_size, self._num_workers)
         self._crashes: dict[int, str] = {}
-        self._num_given = 0
-        self._filling: deque[tuple[int, int]] = deque()
-        self._ready: deque[tuple[int, int]] = deque()
-        self._free: deque[int] = deque(range(slots))
-        self._workers: list[_Worker] = []
-        self._copies: _GpuCopies | None = None
-        first_message = {
-            "path": settings.path,
-            "plan": dataclasses.asdict(plan),
-            "layout": dataclasses.asdict(layout),
-        }
-        try:
-            for number in range(settings.num_processes):
-                threads = list(range(number * num_threads, (number + 1) * num_threads))
-                self._workers.append(_Worker(number, threads, self._ring, first_message))
-            if device is not None and device.type == "cuda":
-                self._copies = _GpuCopies(self._ring, device)
-        except BaseException:
-            self.close()
-            raise
+        self._given: deque[Piece] = deque()
+        """Pieces that were handed out and not delivered yet, in order."""
+        self._num_failed_starts = 0
+        """Times that a worker died since the last piece was delivered, or since a crash named another image."""
+        self._context: _WorkerContext | None = None
+        self._filled: Iterator[_Filled] = iter(())
+        self._copies = _GpuCopies(self._slots, device) if device is not None and device.type == "cuda" else None
+        self._is_closed = False
+        # Before multiprocessing waits, at the end of this process, for workers that were not told to end.
+        atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends all processes. The ring stays mapped as long as something refers to it."""
+        """Ends all processes. The slots stay mapped as long as something refers to them."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._end_workers()
         if self._copies is not None:
             self._copies.close()
-        for worker in self._workers:
-            # All sockets first: the processes then end at the same time, and not one after the other.
-            worker.connection.close()
-        for worker in self._workers:
-            worker.end()
-        os.close(self._ring.handle)
+        os.close(self._slots.handle)
 
-    def batches(self, first: int, stop: int) -> Iterator[Loaded]:
+    def batches(self, first: int, stop: int) -> Iterator[BatchTensors]:
         """Yields the batches of the steps [first, stop), counted across epochs."""
-        upcoming = first
-        for _ in range(first, stop):
-            while upcoming < stop and (slot := self._next_free()) is not None:
-                self._submit(slot, upcoming)
-                self._filling.append((upcoming, slot))
-                upcoming += 1
-            self._collect()
-            step, slot = self._ready.popleft()
-            loaded = self._take(step, slot)
-            # The oldest is tried first: its copy is most probably done.
-            self._free.append(slot)
-            yield loaded
+        self._pieces = self._hand_out(first, stop)
+        self._start_workers()
+        for step in range(first, stop):
+            for _ in range(self._num_pieces):
+                self._receive_piece()
+            yield self._take(step)
+
+    def _hand_out(self, first: int, stop: int) -> Iterator[Piece]:
+        """Yields pieces as fast as the DataLoader asks for them; a slot is given again when its copy is done."""
+        for step in range(first, stop):
+            if self._copies is not None:
+                self._copies.wait(step)
+            num_rows = self._num_rows(step)
+            for number in range(self._num_pieces):
+                part = even_part(num_rows, number, self._num_pieces)
+                self._given.append((step, part.start, part.stop))
+                yield self._given[-1]
 
     def _num_rows(self, step: int) -> int:
         # The last batch of an epoch may be shorter than the slot.
         return self._reader.num_rows(step % self._reader.order.steps_per_epoch)
 
-    def _next_free(self) -> int | None:
-        """Returns a slot that may be filled again; None if the copies of all are under way and a batch is on its way."""
-        for slot in self._free:
-            if self._copies is None or self._copies.is_done(slot):
-                self._free.remove(slot)
-                return slot
-        if not self._free or self._filling or self._ready:
-            return None
-        # Nothing is on its way: without a free slot there would never be another batch.
-        assert self._copies is not None
-        self._copies.wait(self._free[0])
-        return self._free.popleft()
-
-    def _submit(self, slot: int, step: int) -> None:
-        """Has one batch decoded into a slot, cut into pieces for all processes."""
-        num_rows = self._num_rows(step)
-        num_pieces = max(1, min(len(self._workers), num_rows // _MIN_PIECE_ROWS))
-        # Its pieces are reported by several processes, in any order.
-        self._missing[slot] = num_pieces
-        epoch, step_in_epoch = divmod(step, self._reader.order.steps_per_epoch)
-        for number in range(num_pieces):
-            rows = even_part(num_rows, number, num_pieces)
-            # The process with the least work left: one on a busy core gets less.
-            worker = min(self._workers, key=lambda worker: len(worker.pieces))
-            worker.give(Piece(self._num_given, slot, epoch, step_in_epoch, rows.start, rows.stop))
-            self._num_given += 1
-
-    def _collect(self) -> None:
-        """Waits for the next batch; on a GPU also starts the copy of the one after it if that is complete."""
-        while self._filling and len(self._ready) < (_NUM_ON_DEVICE if self._copies is not None else 1):
-            step, slot = self._filling[0]
-            if not self._ready:
-                self._wait_for(slot)
-            else:
-                self._handle_messages(0.0)
-                # In order: a later slot that is full already has to wait for this one.
-                if self._missing[slot]:
-                    break
-            self._filling.popleft()
-            if self._copies is not None:
-                self._copies.begin(slot)
-            self._ready.append((step, slot))
-
-    def _take(self, step: int, slot: int) -> Loaded:
-        num_rows = self._num_rows(step)
-        # Indices are small and always copied: only the images decide how long the slot is in use.
-        labels_B, indices_B, images_BHW3 = self._ring.slot(slot)
-        indices_B = indices_B[:num_rows].copy()
-        if self._copies is not None:
-            images, labels, index_tensor = self._copies.take(slot, num_rows)
-            return Loaded(step, images, labels, indices_B, index_tensor)
-        images = torch.from_numpy(images_BHW3[:num_rows].copy()).permute(0, 3, 1, 2)
-        return Loaded(
-            step, images, torch.from_numpy(labels_B[:num_rows].copy()), indices_B, torch.from_numpy(indices_B)
+    def _start_workers(self) -> None:
+        start_fork_server()
+        self._context = _WorkerContext()
+        again: Iterable[Piece] = tuple(self._given)
+        loader = DataLoader(
+            _Pieces(self._settings.path, self._reader.plan, self._slots, dict(self._crashes)),
+            batch_size=None,
+            # What was handed out before is not noted a second time.
+            sampler=itertools.chain(again, self._pieces),
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch,
+            multiprocessing_context=self._context,
+            # Looks for workers that have died this often.
+            timeout=_LOOK_S,
+            # Otherwise the number from which workers seed themselves would be drawn from the stream of the training.
+            generator=torch.Generator(),
         )
+        with _clean_start():
+            self._filled = iter(loader)
 
-    def _wait_for(self, slot: int) -> None:
-        """Returns when the batch in the slot is complete. Raises what a process reports, or the reason why it died."""
-        begun = time.monotonic()
-        has_told = False
-        while self._missing[slot]:
-            wait_for_helper(lambda: self._handle_messages(1.0))
-            # Only a message: slow disks are not an error, and a process that died is replaced in _handle_messages.
+    def _end_workers(self) -> None:
+        if self._context is not None:
+            self._context.end()
+            # The DataLoader's own part: its queues and their threads.
+            self._filled, self._context = iter(()), None
+
+    def _receive_piece(self) -> None:
+        """Returns when the next piece is filled. Raises what a worker reports, or the reason why it died."""
+        filled = wait_for_helper(self._next_filled)
+        self._num_failed_starts = 0
+        _, first, stop = self._given.popleft()
+        for index, text in filled.bad or ():
+            name = self._reader.source.name_of(index)
+            self._bad_images.add_bad(index, DataError(text or f"Cannot read {name}."))
+        if filled.error is not None:
+            raise filled.error from filled.reason
+        self._bad_images.add_read(stop - first, filled.num_resized)
+
+    def _next_filled(self) -> _Filled:
+        begun, has_told = time.monotonic(), False
+        while True:
+            try:
+                return next(self._filled)
+            # The DataLoader's time is over, or a worker is gone. Workers report errors of their own in `_Filled`.
+            except RuntimeError as error:
+                assert self._context is not None
+                if any(process.exitcode is not None for process in self._context.processes):
+                    self._replace()
+                elif "timed out" not in str(error):
+                    raise
+            # Only a message: slow disks are not an error.
             if not has_told and time.monotonic() - begun > _SLOW_S:
                 _log.warning("the loader processes have not delivered the next batch for %.0f s", _SLOW_S)
                 has_told = True
 
-    def _handle_messages(self, timeout_s: float) -> None:
-        """Handles everything that has arrived; waits for the first message at most as long as given."""
-        for worker in self._with_messages(timeout_s):
-            message = receive(worker.connection)
-            if message is None:
-                self._replace(worker)
-            elif "failed" in message:
-                raise failure(message)
-            elif "bad" in message:
-                for index, text in message["bad"]:
-                    self._bad_images.add_bad(index, DataError(text or f"Cannot read {self._source.name_of(index)}."))
-            else:
-                worker.num_failed_starts = 0
-                piece = worker.pieces.pop(message["done"])
-                self._missing[piece.slot] -= 1
-                self._bad_images.add_read(piece.stop - piece.first, message["resized"])
+    def _replace(self) -> None:
+        """Starts the workers again after one has ended; gives up if that keeps happening."""
+        assert self._context is not None
+        codes = {number: process.exitcode for number, process in enumerate(self._context.processes)}
+        self._end_workers()
+        self._num_failed_starts += 1
+        for number, code in codes.items():
+            if code is None:
+                continue
+            # Shared memory outlives the process, so it still says what it was decoding.
+            index = int(self._slots.decoding[number])
+            name = self._reader.source.name_of(index) if index != _NO_IMAGE else "no image"
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            if -code in _CRASHES and index != _NO_IMAGE:
+                self._crashes[index] = f"the decoder crashed on it ({signal.Signals(-code).name})"
+                self._num_failed_starts = 0
+            if self._num_failed_starts >= _MAX_STARTS:
+                raise DataError(
+                    f"Loader process {number} ended {how}, {self._num_failed_starts} times in a row without delivering "
+                    f"anything; it was decoding {name}. After SIGKILL, look for a lack of memory (dmesg); after an exit "
+                    f"code, its messages are above. data.workers=0 decodes in the rank itself."
+                )
+            _log.warning("loader process %d ended %s while it decoded %s; it is started again", number, how, name)
+        self._slots.decoding[:] = _NO_IMAGE
+        self._start_workers()
 
-    def _with_messages(self, timeout_s: float) -> Iterator[_Worker]:
-        # poll(), not select(): descriptors of a job with many files may lie above 1,023.
-        poll = select.poll()
-        by_handle = {worker.connection.fileno(): worker for worker in self._workers}
-        for handle in by_handle:
-            poll.register(handle, select.POLLIN)
-        while events := poll.poll(1000 * timeout_s):
-            for handle, _ in events:
-                yield by_handle[handle]
-                if by_handle[handle].connection.fileno() != handle:  # it was replaced
-                    return
-            timeout_s = 0.0
-
-    def _replace(self, worker: _Worker) -> None:
-        """Starts a process again that has ended, with the pieces that it left; gives up if that keeps happening."""
-        code = worker.end()
-        # Shared memory outlives the process, so it still says what each of its threads was decoding.
-        images = [int(self._ring.decoding[thread]) for thread in worker.threads]
-        images = [index for index in images if index != NO_IMAGE]
-        names = ", ".join(self._source.name_of(index) for index in images) or "no image"
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        has_crashed = code < 0 and -code in _CRASHES
-        worker.num_failed_starts += 1
-        # With one thread it is certain which image it was; after a crash, the next start has only one.
-        if has_crashed and len(worker.threads) == 1 and images:
-            self._crashes[images[0]] = f"the decoder crashed on it ({signal.Signals(-code).name})"
-            worker.num_failed_starts = 0
-        if worker.num_failed_starts >= _MAX_STARTS:
-            raise DataError(
-                f"Loader process {worker.number} ended {how}, {worker.num_failed_starts} times in a row without delivering "
-                f"anything; it was decoding {names}. After SIGKILL, look for a lack of memory (dmesg); after an exit code, "
-                f"its messages are above. data.workers=0 decodes in the rank itself."
-            )
-        _log.warning("loader process %d ended %s while it decoded %s; it is started again", worker.number, how, names)
-        if has_crashed:
-            worker.threads = worker.threads[:1]
-        for thread in worker.threads:
-            self._ring.decoding[thread] = NO_IMAGE
-        worker.start()
-        # Before the pieces are given again: the new process must know which images to leave alone.
-        for other in self._workers:
-            other.send(crashes=list(self._crashes.items()))
-        for piece in worker.pieces.values():
-            worker.give(piece)
+    def _take(self, step: int) -> BatchTensors:
+        num_rows = self._num_rows(step)
+        # Indices are small and always copied: only the images decide how long the slot is in use.
+        labels_B, indices_B, images_BHW3 = self._slots.arrays(step)
+        labels_B, indices_B, images_BHW3 = labels_B[:num_rows], indices_B[:num_rows].copy(), images_BHW3[:num_rows]
+        if self._copies is not None:
+            content = self._copies.take(step)
+            labels, index_tensor = content[: 16 * self._slots.rows].view(torch.int64).view(2, -1)[:, :num_rows]
+            pixels = content[self._slots.images_at :][: images_BHW3.nbytes].view(images_BHW3.shape)
+            return pixels.permute(0, 3, 1, 2), labels, indices_B, index_tensor
+        images = torch.from_numpy(images_BHW3.copy()).permute(0, 3, 1, 2)
+        return images, torch.from_numpy(labels_B.copy()), indices_B, torch.from_numpy(indices_B)
 
 
 class _GpuCopies:
     """Copies slots to the GPU on a stream of its own, while the GPU computes. A slot may be filled again when its copy is done.
 
-    The ring is page-locked once, at the start: otherwise every copy would go through a buffer of the driver and make the
+    The slots are page-locked once, at the start: otherwise every copy would go through a buffer of the driver and make the
     host wait.
     """
 
-    def __init__(self, ring: BatchRing, device: torch.device) -> None:
-        self._layout, self._device = ring.layout, device
-        self._bytes = torch.frombuffer(ring.memory, dtype=torch.uint8)
+    def __init__(self, slots: BatchSlots, device: torch.device) -> None:
+        self._slots, self._device = slots, device
+        self._bytes = torch.frombuffer(slots.memory, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device)
-        self._on_device: dict[int, Tensor] = {}
-        """Slots on their way to the GPU, or there, that have not been taken yet."""
         self._copied: dict[int, torch.cuda.Event] = {}
+        """The end of the last copy of each slot."""
         code = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.nbytes, 0))
         self._is_locked = code == 0
         if not self._is_locked:
@@ -365,56 +489,27 @@ class _GpuCopies:
                 "the memory of batches cannot be page-locked (CUDA error %d): copies to the GPU take longer", code
             )
 
-    def begin(self, slot: int) -> None:
-        """Starts the copy of a filled slot; slots are then taken in the same order."""
-        start = self._layout.slots_at + slot * self._layout.slot_bytes
+    def take(self, step: int) -> Tensor:
+        """Returns the bytes of a step's slot on the GPU."""
+        start, current = self._slots.start_of(step), torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            source = self._bytes[start : start + self._layout.slot_bytes]
-            self._on_device[slot] = source.to(self._device, non_blocking=True)
-            self._copied[slot] = torch.cuda.Event()
-            self._copied[slot].record(self._stream)
-
-    def take(self, slot: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns images, labels and indices on the GPU."""
-        content, layout = self._on_device.pop(slot), self._layout
-        current = torch.cuda.current_stream(self._device)
+            content = self._bytes[start : start + self._slots.slot_bytes].to(self._device, non_blocking=True)
+            self._copied[start] = copied = torch.cuda.Event()
+            copied.record(self._stream)
         # The stream waits, not the host, which continues to queue the kernels of the step.
-        current.wait_event(self._copied[slot])
+        current.wait_event(copied)
         # The memory belongs to the side stream: it is not to be used again before the current stream is done with it.
         content.record_stream(current)
-        labels, indices = content[: 16 * layout.rows].view(torch.int64).view(2, -1)[:, :num_rows]
-        height, width = layout.image_size
-        pixels = content[layout.images_at : layout.images_at + num_rows * height * width * 3]
-        return pixels.view(num_rows, height, width, 3).permute(0, 3, 1, 2), labels, indices
+        return content
 
-    def is_done(self, slot: int) -> bool:
-        """Tells whether a slot that was taken has been copied, or never was."""
-        return slot not in self._copied or self._copied[slot].query()
-
-    def wait(self, slot: int) -> None:
-        self._copied[slot].synchronize()
+    def wait(self, step: int) -> None:
+        """Returns when the last copy of this step's slot is done."""
+        copied = self._copied.get(self._slots.start_of(step))
+        if copied is not None:
+            copied.synchronize()
 
     def close(self) -> None:
         # A copy under way reads the pages that are unlocked, and later unmapped, below.
         self._stream.synchronize()
         if self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-
-
-def _new_ring(layout: RingLayout) -> BatchRing:
-    """Makes the shared memory. All of it is allocated here: later a lack of memory would end a process with SIGBUS."""
-    handle = os.memfd_create("megaclass-batches", os.MFD_CLOEXEC)
-    try:
-        # ftruncate alone reserves nothing: a lack of memory would show at the first write to a page.
-        os.ftruncate(handle, layout.num_bytes)
-        os.posix_fallocate(handle, 0, layout.num_bytes)
-        ring = BatchRing(layout, handle)
-    except OSError as error:
-        os.close(handle)
-        raise DataError(
-            f"There is no memory for {layout.num_slots} batches of {layout.rows} images, {layout.num_bytes / 2**20:,.0f} MiB: "
-            f"{error.strerror}. Use fewer loader processes (data.workers; 0 decodes in the rank itself) or a smaller "
-            f"train.global_batch."
-        ) from error
-    ring.decoding[:] = NO_IMAGE
-    return ring

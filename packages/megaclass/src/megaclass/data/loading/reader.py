@@ -1,4 +1,4 @@
-"""Reads the images of a batch into memory of the caller. Free of torch: loader processes start without it.
+"""Reads the images of a batch into memory of the caller.
 
 `BatchPlan` holds all that decides the images of one rank in a step, and their pixels, so a thread and a process that are
 given the same plan fill the same bytes.
@@ -31,6 +31,8 @@ _MAX_REPLACEMENTS = 100
 _READ_AGAIN_S = (0.05, 0.5, 2.0)
 # With fewer images the share of bad ones says little; smaller sets are judged by their own size.
 _IMAGES_BEFORE_JUDGING = 10_000
+# Above this share the data is not what the user takes it for.
+_MAX_BAD_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +164,11 @@ class BadImages:
     Workers update all fields under _lock.
     """
 
-    def __init__(self, source: ImageSource, max_fraction: float) -> None:
+    def __init__(self, source: ImageSource, max_fraction: float, allowed_by: str = "data.max_bad_fraction") -> None:
+        """allowed_by: names the limit in the error."""
         self._source = source
         self._max_fraction = max_fraction
+        self._allowed_by = allowed_by
         self._lock = threading.Lock()
         self.num_read = 0
         """Images requested on this rank."""
@@ -174,6 +178,11 @@ class BadImages:
         """Indices of the images that failed."""
         self.num_resized = 0
         """Images of another size that this rank has fitted so far."""
+
+    @staticmethod
+    def of_tool(source: ImageSource) -> BadImages:
+        """Returns the rule of the tools, which leave bad images out: each is named once, and there may be a few."""
+        return BadImages(source, _MAX_BAD_SHARE, "the limit of this command")
 
     def describe(self) -> str:
         return (
@@ -201,7 +210,7 @@ class BadImages:
             _log.warning("skipped a bad image: %s", error)
         if fraction > self._max_fraction:
             raise DataError(
-                f"{num_different} of {judged} images could not be read, more than data.max_bad_fraction = "
+                f"{num_different} of {judged} images could not be read, more than {self._allowed_by} = "
                 f"{self._max_fraction} allows. The last one: {error} "
                 f"megaclass data verify lists them, and writes a clean copy with --repair."
             )

@@ -262,7 +262,12 @@ def _holds_an_image(folder: Path) -> bool:
 def _how_to_verify(nested: list[Path]) -> str:
     if len(nested) == 1:
         return "."
+    names = [entry.name for folder in nested for entry in folder.iterdir()]
+    # The same names mean the same identities, which would be different classes if the folders were joined.
+    joined = (
+        f", train on all of them with data.path={','.join(map(str, nested))}" if len({*names}) == len(names) else ""
+    )
     return (
-        f", and verify on another with pairs of its images: megaclass data pairs {nested[1]} "
+        f"{joined}, or verify on another with pairs of its images: megaclass data pairs {nested[1]} "
         f"--out {nested[0] / nested[1].name}.bin"
     )

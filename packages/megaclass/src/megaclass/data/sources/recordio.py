@@ -228,19 +228,13 @@ class RecordReader:
 
 
 class RecordWriter:
-    """Appends records to a `.rec` file, and writes the `.idx` next to it when the block ends without an error.
+    """Writes records to a new `.rec` file, and the `.idx` next to it when the block ends without an error."""
 
-    The file is new unless `keys` and `offsets` list the whole records that it holds already.
-    """
-
-    def __init__(
-        self, path: Path, keys: NDArray[np.int64] | None = None, offsets: NDArray[np.int64] | None = None
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("wb" if offsets is None or len(offsets) == 0 else "ab")
+        self._file = path.open("wb")
         # Arrays of 8 bytes per number: lists of 40 million Python integers would take gigabytes.
-        self._keys = array("q", (() if keys is None else keys.tolist()))
-        self._offsets = array("q", (() if offsets is None else offsets.tolist()))
+        self._keys, self._offsets = array("q"), array("q")
 
     def __enter__(self) -> RecordWriter:
         return self

@@ -135,8 +135,13 @@ def _samples(shard: Path) -> Iterator[tuple[int, int, int]]:
 def _whole(shard: Path, key: str, image: tuple[int, int] | None, label: int | None) -> tuple[int, int, int]:
     if image is None or label is None:
         missing = "image" if image is None else "class (.cls)"
+        hint = (
+            f" If this is a folder that was archived, extract it (tar -xf {shard}) and name the folder."
+            if image
+            else ""
+        )
         raise DataError(
-            f"The sample {key.lstrip('/')!r} in {shard} has no {missing}: expected a jpg and a cls, side by side."
+            f"The sample {key.lstrip('/')!r} in {shard} has no {missing}: expected a jpg and a cls, side by side.{hint}"
         )
     return *image, label
 

@@ -1,4 +1,4 @@
-"""`megaclass data inspect`: counts and sizes of a source, images per class as text and as a picture, a grid of images."""
+"""`megaclass data inspect`: counts and sizes of a source, images per class, a grid of images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _NUM_SIZED = 2000
 _NUM_SURVEYED = 1000
 _BAR_WIDTH = 50
 _GRID_COLUMNS, _GRID_ROWS = 12, 6
-_INK, _PAPER, _BAR = (40, 40, 40), (255, 255, 255), (58, 110, 165)
 
 
 @dataclass(frozen=True)
@@ -137,26 +136,6 @@ def survey_sizes(source: ImageSource, image_size: tuple[int, int]) -> SizeSurvey
         num_other_size=sum(others.values()),
         num_other_shape=sum(shapes),
     )
-
-
-def write_histogram(path: Path, inspection: Inspection) -> None:
-    """Draws the histogram of images per class (.png)."""
-    from PIL import Image, ImageDraw
-
-    row, left, width = 22, 120, 420
-    picture = Image.new("RGB", (left + width + 100, row * len(inspection.histogram) + 40), _PAPER)
-    draw = ImageDraw.Draw(picture)
-    draw.text((8, 8), "images per class", _INK)
-    draw.text((left, 8), "classes", _INK)
-    widest = max(count for _, count in inspection.histogram)
-    for number, (name, count) in enumerate(inspection.histogram):
-        top = 32 + row * number
-        length = max(1, round(width * count / widest)) if count else 0
-        draw.text((8, top + 3), name, _INK)
-        if length:
-            draw.rectangle((left, top, left + length, top + row - 6), _BAR)
-        draw.text((left + length + 6, top + 3), f"{count:,}", _INK)
-    picture.save(path)
 
 
 def write_first_images(path: Path, source: ImageSource) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image
+from megaclass.data.loading.reader import BadImages
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
-
-_log = logging.getLogger("megaclass.data")
 
 _SALT = 0x7061697273
 _MAX_ATTEMPTS = 1000
@@ -33,9 +31,17 @@ def make_pairs(
     num_same = (num_pairs + 1) // 2
     num_possible = sum(len(images) * (len(images) - 1) // 2 for images in several)
     if num_pairs < 2 or num_possible < num_same or len(by_class) < 2:
+        # They are drawn at random and none occurs twice: beyond half of the possible ones, a draw hardly finds a new one.
+        num_different = (source.num_images**2 - sum(len(images) ** 2 for images in by_class)) // 2
+        most = min(num_possible, num_different)
+        way_out = (
+            f"Ask for at most {most:,}: --pairs {most}."
+            if most > 1
+            else "It needs two classes and several images of one."
+        )
         raise DataError(
-            f"Cannot make {num_pairs} pairs of {source.describe()}: "
-            f"there are {num_possible:,} pairs of one class ({num_same} are needed) and {len(by_class)} classes."
+            f"Cannot make {num_pairs} pairs of {source.describe()}: there are {num_possible:,} pairs of one class "
+            f"({num_same} are needed) and {len(by_class)} classes. {way_out}"
         )
     sound = _SoundImages(source)
     same = _distinct(lambda draws: _draw_same(several, draws), sound, num_same, seed, 0)
@@ -69,17 +75,16 @@ class _SoundImages:
 
     def __init__(self, source: ImageSource) -> None:
         self._source = source
-        self._bad: set[int] = set()
+        self._bad = BadImages.of_tool(source)
 
     def read(self, index: int) -> bytes | None:
-        if index in self._bad:
+        if index in self._bad.indices:
             return None
         try:
             encoded = self._source.read(index)
             decode_image(encoded, self._source.name_of(index))
         except DataError as error:
-            self._bad.add(index)
-            _log.warning("left out a bad image: %s", error)
+            self._bad.add_bad(index, error)
             return None
         return encoded
 

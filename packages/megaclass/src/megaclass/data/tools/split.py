@@ -105,6 +105,8 @@ class SplitResult:
     num_holdout_classes: int
     num_pairs: int
     """Pairs in train/holdout.bin; 0: too few images for any."""
+    num_bad: int
+    """Images that were left out because they do not decode."""
 
 
 def split_data(
@@ -126,7 +128,7 @@ def split_data(
     train = SplitPart(source, np.flatnonzero(~held_out), renumbers=by_identities)
     holdout = SplitPart(source, np.flatnonzero(held_out), renumbers=by_identities)
     split_id = split.id_for(source)
-    num_done = 0
+    num_done, num_bad = 0, {"train": 0, "holdout": 0}
     for name, part in (("train", train), ("holdout", holdout)):
 
         def advance(done: int, _: int, before: int = num_done) -> None:
@@ -135,12 +137,20 @@ def split_data(
 
         if _read_mark(out / name / MARK).get("id") != split_id:
             names = _names_of(part, class_names)
-            pack(part, out / name, PackOptions(), class_names=names, num_threads=num_threads, on_progress=advance)
+            packed = pack(
+                part, out / name, PackOptions(), class_names=names, num_threads=num_threads, on_progress=advance
+            )
+            num_bad[name] = packed.num_bad
             _write_mark(out / name / MARK, split_id, split, part=name)
         num_done += part.num_images
     num_made = _write_holdout_pairs(holdout, out / "train" / "holdout.bin", split, split_id, num_pairs)
     return SplitResult(
-        train.num_images, len(np.unique(train.labels)), holdout.num_images, len(np.unique(holdout.labels)), num_made
+        num_train_images=train.num_images - num_bad["train"],
+        num_train_classes=len(np.unique(train.labels)),
+        num_holdout_images=holdout.num_images - num_bad["holdout"],
+        num_holdout_classes=len(np.unique(holdout.labels)),
+        num_pairs=num_made,
+        num_bad=sum(num_bad.values()),
     )
 
 

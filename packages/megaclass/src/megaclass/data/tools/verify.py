@@ -104,7 +104,7 @@ def _verify_records(path: Path, num_threads: int, on_progress: Progress | None) 
     properties = _property_or_fault(path.parent / "property", findings)
     offsets = _find_records(reader, findings)
     keys = _compare_index(path.with_suffix(".idx"), offsets, findings)
-    good = _GoodRecords()
+    good = (array("q"), array("q"), array("q"))
 
     def check(rows: range) -> list[_Checked]:
         return [_check_record(reader, int(offsets[row]), int(keys[row]), properties) for row in rows]
@@ -115,16 +115,20 @@ def _verify_records(path: Path, num_threads: int, on_progress: Progress | None) 
             if checked.fault is not None:
                 findings.bad.append((f"key {keys[row]}, byte {offsets[row]}", checked.fault))
             if checked.is_image and checked.fault is None:
-                good.add(int(keys[row]), int(offsets[row]), checked.label)
+                for column, value in zip(good, (int(keys[row]), int(offsets[row]), checked.label), strict=True):
+                    column.append(value)
             findings.num_images += checked.is_image
         num_done += len(results)
         if on_progress is not None:
             on_progress(num_done, len(offsets))
-    source = good.as_source(reader, properties)
-    if source is not None:
-        _check_header(reader, offsets, keys, findings)
-        _note_empty_classes(findings, source.labels, source.num_classes)
-    return findings, source
+    if not good[0]:
+        return findings, None
+    good_keys, good_offsets, labels = (np.array(column, dtype=np.int64) for column in good)
+    num_classes = properties.num_classes or int(labels.max()) + 1
+    _check_header(reader, offsets, keys, findings)
+    _note_empty_classes(findings, labels, num_classes)
+    size = properties.image_size
+    return findings, RecordSource(reader, good_keys, good_offsets, labels, num_classes, size, has_header=False)
 
 
 @dataclass(frozen=True)
@@ -132,22 +136,6 @@ class _Checked:
     is_image: bool
     label: int = -1
     fault: str | None = None
-
-
-class _GoodRecords:
-    def __init__(self) -> None:
-        self._columns = (array("q"), array("q"), array("q"))
-
-    def add(self, *values: int) -> None:
-        for column, value in zip(self._columns, values, strict=True):
-            column.append(value)
-
-    def as_source(self, reader: RecordReader, properties: Property) -> RecordSource | None:
-        keys, offsets, labels = (np.array(column, dtype=np.int64) for column in self._columns)
-        if not len(keys):
-            return None
-        num_classes = properties.num_classes or int(labels.max()) + 1
-        return RecordSource(reader, keys, offsets, labels, num_classes, properties.image_size, has_header=False)
 
 
 def _check_record(reader: RecordReader, offset: int, key: int, properties: Property) -> _Checked:

@@ -1,6 +1,7 @@
 """The table of evaluation protocols. A new protocol is a file next to this one and a line here."""
 
 from megaclass.evaluation.protocol import EvaluationProtocol
+from megaclass.evaluation.protocols.classification import ClassificationProtocol
 from megaclass.evaluation.protocols.distractors import DistractorProtocol
 from megaclass.evaluation.protocols.identification import IdentificationProtocol
 from megaclass.evaluation.protocols.pairs import PairProtocol
@@ -9,5 +10,11 @@ from megaclass.evaluation.protocols.templates import TemplateProtocol
 # The first protocol that recognises a path evaluates it. An IJB folder could hold .bin files, so it is asked for first.
 PROTOCOLS: dict[str, EvaluationProtocol] = {
     protocol.kind: protocol
-    for protocol in (TemplateProtocol(), PairProtocol(), IdentificationProtocol(), DistractorProtocol())
+    for protocol in (
+        TemplateProtocol(),
+        PairProtocol(),
+        ClassificationProtocol(),
+        IdentificationProtocol(),
+        DistractorProtocol(),
+    )
 }

@@ -108,7 +108,6 @@ class IdentificationProtocol(EvaluationProtocol):
             num_in_gallery=num_in_gallery,
             device=evaluator.device,
             group=evaluator.group,
-            with_faiss=evaluator.with_faiss,
         )
         return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers.to_json())
 
@@ -159,7 +158,6 @@ def identify(
     probe_keys_P: NDArray[np.int64] | None = None,
     num_in_gallery: int | None = 0,
     max_block_bytes: int | None = None,
-    with_faiss: bool = False,
 ) -> Identification:
     """Collective. Every rank holds all probes and its shard of the gallery, and gets the same numbers.
 
@@ -174,7 +172,6 @@ def identify(
         probe_keys_P=probe_keys_P,
         group=group,
         max_block_bytes=max_block_bytes,
-        with_faiss=with_faiss,
     )
     numbers = numbers_of_scores(
         found.mate_scores_P.double().cpu().numpy(),

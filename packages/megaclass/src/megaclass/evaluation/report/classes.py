@@ -10,9 +10,9 @@ import numpy as np
 
 from megaclass.data.decode import decode_image
 from megaclass.errors import DataError
+from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.report.charts import Figure, histogram_chart, linear_axis
-from megaclass.evaluation.training_images import TrainingImages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +48,7 @@ def _data_uri(encoded: bytes) -> str:
 _NUM_BINS = 40
 
 
-def centres_section(
-    name: str, health: CentreHealth, images: TrainingImages | None, *, is_alone: bool
-) -> dict[str, Any]:
+def centres_section(name: str, health: CentreHealth, images: Examples | None, *, is_alone: bool) -> dict[str, Any]:
     """Returns the template's values on the centres of one run."""
     figures = []
     for title, values, label in (
@@ -86,13 +84,21 @@ def _pairs_of_classes(health: CentreHealth, pictures: Mapping[int, bytes]) -> li
     return found
 
 
-def training_images_section(name: str, found: TrainingImages, *, is_alone: bool) -> dict[str, Any]:
+def training_images_section(name: str, found: Examples, *, is_alone: bool) -> dict[str, Any]:
     """Returns the template's values on the training images of one run."""
     share = found.num_confused / max(1, found.num_images)
     return {
         "title": "" if is_alone else name,
         "text": f"{found.num_images:,} images of {found.num_classes:,} classes were embedded after the last step. "
-        f"{found.num_confused:,} of them ({share:.1%}) are closer to the centre of another class than to their own.",
+        f"{found.num_confused:,} of them ({share:.1%}) are closer to the centre of another class than to their own. Look at "
+        f"their labels first.",
+        **shown_examples(found),
+    }
+
+
+def shown_examples(found: Examples) -> dict[str, Any]:
+    """Returns the template's values on the worst classes and what they are confused with."""
+    return {
         "worst": [
             {
                 "name": one.name,
@@ -106,7 +112,7 @@ def training_images_section(name: str, found: TrainingImages, *, is_alone: bool)
             {
                 "own": (one.own_class, f"{one.own_cosine:.3f}"),
                 "other": (one.other_class, f"{one.other_cosine:.3f}"),
-                "file": one.name,
+                "file": one.name if one.num_alike == 1 else f"{one.num_alike} images, such as {one.name}",
                 "pictures": [
                     picture(encoded, title)
                     for encoded, title in zip(one.pictures, (one.own_class, one.other_class), strict=False)

@@ -15,13 +15,15 @@ import megaclass
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.errors import DataError
+from megaclass.evaluation.centres import read_run_centres
 from megaclass.evaluation.embed import OnProgress
-from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health, read_run_centres
+from megaclass.evaluation.examples import Examples
+from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health
 from megaclass.evaluation.report.curves import cosine_range, time_parts
 from megaclass.evaluation.report.page import ModelReport, ReportData
 from megaclass.evaluation.report.ranks import rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
-from megaclass.evaluation.training_images import TrainingImages, read_training_images
+from megaclass.evaluation.training_images import read_training_images
 from megaclass.metrics_file import read_metrics, read_summary
 from megaclass.progress import duration_text
 from megaclass_launch.errors import UserError
@@ -204,7 +206,7 @@ def _begun(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return facts
 
 
-def _training_images(run: Path) -> TrainingImages | None:
+def _training_images(run: Path) -> Examples | None:
     try:
         return read_training_images(run)
     except DataError as error:

@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.protocol import Cell, Row, SetResult
 from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.report.charts import colour
@@ -26,7 +27,6 @@ from megaclass.evaluation.report.ranks import RankRow, rank_section, time_line, 
 from megaclass.evaluation.report.sets import ModelResults, set_sections
 from megaclass.evaluation.report.verdict import History, verdict
 from megaclass.evaluation.results import headline
-from megaclass.evaluation.training_images import TrainingImages
 from megaclass_launch.files import write_text
 
 _FOLDER = Path(__file__).parent
@@ -54,7 +54,7 @@ class ModelReport:
     """Facts about the run in the order shown: data and its fingerprint, ranks, classes, steps."""
     config_text: str = ""
     centres: CentreHealth | None = None
-    training_images: TrainingImages | None = None
+    training_images: Examples | None = None
     sample_faces: Sequence[Sequence[bytes]] = ()
     """Encoded training images, one row per identity."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megaclass.evaluation.protocol import Cell, Curves, HardPair, Row, SetResult, best_cells
+from megaclass.evaluation.protocol import Cell, Curves, HardPair, Numbers, Row, SetResult, best_cells
 from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass.evaluation.report.charts import (
     Figure,
@@ -18,7 +18,7 @@ from megaclass.evaluation.report.charts import (
     line_chart,
     log_axis,
 )
-from megaclass.evaluation.report.classes import Picture, picture
+from megaclass.evaluation.report.classes import Picture, picture, shown_examples
 from megaclass.evaluation.results import headline, remarks_on
 
 _ABSENT = "–"
@@ -50,6 +50,8 @@ class Panel:
     operating_points: list[tuple[str, list[Row]]] = field(default_factory=list)
     """For each model: the threshold, TAR and false accepts at each false accept rate."""
     mistakes: list[dict[str, Any]] = field(default_factory=list)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    """For each model: classes that are confused."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +104,8 @@ def _panel(name: str, models: Sequence[ModelResults]) -> Panel | None:
     named = [(place, model.name, curves) for place, model, curves in drawn]
     figures = [_roc_figure(named), _det_figure(named)] if drawn else []
     figures += [_histogram_figure(model.name, curves) for _, model, curves in drawn if not model.is_baseline]
+    if kind == "classification":
+        figures = [_coverage_figure([(place, model.name, result.numbers) for place, model, result in alike])]
     return Panel(
         lead=f"{protocol.lead(numbers[0])} {_remarks([(model, result) for _, model, result in alike])}".rstrip(),
         columns=[model.name for _, model, _ in alike],
@@ -121,6 +125,11 @@ def _panel(name: str, models: Sequence[ModelResults]) -> Panel | None:
             }
             for _, model, result in alike
             if result.hard_pairs and result.curves is not None and not model.is_baseline
+        ],
+        examples=[
+            {"of": f" of {model.name}" if len(alike) > 1 else "", **shown_examples(result.examples)}
+            for _, model, result in alike
+            if result.examples is not None
         ],
     )
 
@@ -163,6 +172,27 @@ def _roc_figure(drawn: Sequence[tuple[int, str, Curves]]) -> Figure:
         title="ROC",
     )
     return Figure(title="ROC", svg=svg, legend=[(curve.name, curve.css) for curve in curves], has_toggles=True)
+
+
+def _coverage_figure(drawn: Sequence[tuple[int, str, Numbers]]) -> Figure:
+    """Draws the accuracy on the most confident images over their share of all images."""
+    curves = [
+        Series(
+            name=name,
+            xs=[point["coverage"] for point in numbers["coverage"]],
+            ys=[point["accuracy"] for point in numbers["coverage"]],
+            css=colour(place),
+        )
+        for place, name, numbers in drawn
+    ]
+    lowest = min(4, int(5 * min(min(curve.ys, default=1.0) for curve in curves)))
+    svg = line_chart(
+        curves[::-1],
+        fixed_axis("coverage: share of images that are not rejected", [tenth / 10 for tenth in range(5, 11)]),
+        fixed_axis("accuracy", [fifth / 5 for fifth in range(lowest, 6)]),
+        title="Coverage",
+    )
+    return Figure(title="Coverage", svg=svg, legend=[(curve.name, curve.css) for curve in curves], has_toggles=True)
 
 
 def _det_figure(drawn: Sequence[tuple[int, str, Curves]]) -> Figure:

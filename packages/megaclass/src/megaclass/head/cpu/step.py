@@ -23,7 +23,6 @@ from megaclass.head.step import (
     Move,
     StepContext,
     StepDraw,
-    TargetRows,
     drop_stored,
     finish_losses,
     head_stats,
@@ -98,15 +97,16 @@ class PlainStep:
         # All ranks have judged the control words by now, so a change of the centres counts once.
         store.overwrite_check.renew()
         unit_GD = raw_GD * torch.where(norms_G > 0, 1 / norms_G, 0)[:, None]
-        own, local_ids_G = _target_rows(store, batch, unit_GD)
+        own_rows_G, own_unit_GD, local_ids_G = _target_rows(store, batch, unit_GD)
         images = GatheredImages(
             unit_GD=unit_GD,
             operand_GD=unit_GD.to(product_dtype),
             norms_G=norms_G,
-            cosines_G=(unit_GD * own.unit_GD).sum(1).double(),
+            cosines_G=(unit_GD * own_unit_GD).sum(1).double(),
             labels_G=batch.labels_G,
             is_image_G=batch.is_image_G,
-            own=own,
+            own_rows_G=own_rows_G,
+            own_unit_GD=own_unit_GD,
             local_ids_G=local_ids_G,
             counts_W=batch.counts_W,
             max_batch=batch.max_batch,
@@ -180,8 +180,11 @@ class PlainStep:
         return stats
 
 
-def _target_rows(store: Centres, batch: GlobalBatch, unit_GD: Tensor) -> tuple[TargetRows, Tensor]:
-    """Returns the images' own centres and the local ids of their classes; -1 if another rank owns the class."""
+def _target_rows(store: Centres, batch: GlobalBatch, unit_GD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rows and unit vectors of the images' own centres, and the local ids of their classes.
+
+    If another rank owns the class, they are -1, zero and -1.
+    """
     local_G = batch.labels_G - store.classes.start
     is_here_G = batch.is_image_G & (local_G >= 0) & (local_G < len(store.classes))
     # Labels of other ranks look up class 0; is_here_G then discards the result. A selection would have a length to wait for.
@@ -192,7 +195,7 @@ def _target_rows(store: Centres, batch: GlobalBatch, unit_GD: Tensor) -> tuple[T
     picked = torch.arange(len(winner_G), device=winner_G.device)
     target_GD = unit_GMD[picked, winner_G] * is_here_G[:, None]
     rows_G = torch.where(is_here_G, rows_GM.unflatten(0, (-1, store.num_subcentres))[picked, winner_G], -1)
-    return TargetRows(rows_G, target_GD), torch.where(is_here_G, local_G, -1)
+    return rows_G, target_GD, torch.where(is_here_G, local_G, -1)
 
 
 def _grad_embeddings(part: LossPart, kernel: Kernel, rank: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -204,7 +207,7 @@ def _grad_embeddings(part: LossPart, kernel: Kernel, rank: int, group: dist.Proc
     images = part.images
     grad_GD = kernel.grad_images(part.problem, part.negative_coefficients_G)
     # Only the rank that owns the class has a unit vector here; the rows of the others are zero, so the sum counts it once.
-    grad_GD.addcmul_(images.own.unit_GD, part.target_coefficients_G.to(images.unit_GD.dtype)[:, None])
+    grad_GD.addcmul_(images.own_unit_GD, part.target_coefficients_G.to(images.unit_GD.dtype)[:, None])
     grad_BD = scatter_sum(grad_GD.unflatten(0, (-1, images.max_batch)), group)
 
     unit_BD, norms_B = images.unit_GD[images.of_rank(rank)], images.norms_G[images.of_rank(rank)]

@@ -11,7 +11,7 @@ def pack_block(
     rows,
     embeddings,
     labels,
-    watched,  # numbers of the centres as integers (overwrite_check.py), every watched_stride-th
+    watched,  # numbers of the centres as integers (faults.py), every watched_stride-th
     kept,  # (num_watched,) what they were when the head last wrote them; renewed
     step,  # (1,) int64
     count,

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.head.centres import Centres
+from megaclass.head.faults import MULTIPLIER, NUM_WATCHED, OverwriteCheck
 from megaclass.head.gather_batch import BlockLayout
 from megaclass.head.gpu import image_programs
 from megaclass.head.gpu.kernel import operand_width, stored_products, weight_factor
 from megaclass.head.gpu.tiling import next_power_of_2
 from megaclass.head.margins import Margin
-from megaclass.head.overwrite_check import MULTIPLIER, NUM_WATCHED, OverwriteCheck
-from megaclass.head.step import GatheredImages, LossesAndSlopes, LossPart, TargetRows
+from megaclass.head.step import GatheredImages, LossesAndSlopes, LossPart
 from megaclass.triton_launch import launch
 from megaclass_launch.ranks.collectives import gather_blocks, scatter_sum
 
@@ -29,6 +29,7 @@ class Gathered:
     blocks_W: Tensor
     layout: BlockLayout
     dtype: torch.dtype
+    """Of the embeddings."""
 
     @property
     def words_W(self) -> Tensor:
@@ -43,18 +44,19 @@ class Gathered:
         return self.blocks_W.shape[0] * self.layout.max_batch
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """This rank's block of the gathered buffer."""
+def gather(
+    embeddings_BD: Tensor,
+    labels_B: Tensor,
+    max_batch: int,
+    *,
+    check: OverwriteCheck,
+    step: Tensor,
+    group: dist.ProcessGroup | None,
+) -> Gathered:
+    """Collective: all-gathers a block per rank (size in gather_batch.py), packed in one launch.
 
-    data: Tensor
-    layout: BlockLayout
-    dtype: torch.dtype
-    """Of the embeddings."""
-
-
-def pack(embeddings_BD: Tensor, labels_B: Tensor, max_batch: int, *, check: OverwriteCheck, step: Tensor) -> Block:
-    """OverwriteCheck.control_word, OverwriteCheck.renew and the first half of gather_batch in one launch."""
+    That launch also does OverwriteCheck.control_word and OverwriteCheck.renew.
+    """
     (count, width), dtype = embeddings_BD.shape, embeddings_BD.dtype
     layout = BlockLayout(max_batch, width, dtype.itemsize)
     data = torch.empty(layout.num_bytes, dtype=torch.uint8, device=embeddings_BD.device)
@@ -80,12 +82,7 @@ def pack(embeddings_BD: Tensor, labels_B: Tensor, max_batch: int, *, check: Over
         LANES=NUM_WATCHED,
         MULTIPLIER=MULTIPLIER,
     )
-    return Block(data, layout, dtype)
-
-
-def gather(block: Block, group: dist.ProcessGroup | None) -> Gathered:
-    """Collective: all-gathers the packed blocks (size in gather_batch.py)."""
-    return Gathered(gather_blocks(block.data, group), block.layout, block.dtype)
+    return Gathered(gather_blocks(data, group), layout, dtype)
 
 
 def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> GatheredImages:
@@ -130,7 +127,8 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> G
         cosines_G=cosines_G,
         labels_G=labels_G,
         is_image_G=is_image_G,
-        own=TargetRows(rows_G, target_GD),
+        own_rows_G=rows_G,
+        own_unit_GD=target_GD,
         local_ids_G=local_ids_G,
         counts_W=gathered.counts_W,
         max_batch=layout.max_batch,
@@ -251,7 +249,7 @@ def grad_embeddings(
             image_programs.weigh_images,
             num_rows,
             images.unit_GD,
-            images.own.unit_GD,
+            images.own_unit_GD,
             stored.sums_GD,
             part.losses.log_total_G,
             part.losses.slope_cosine_G,

@@ -7,14 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaclass.head.centres import Centres
+from megaclass.head.centres import Centres, ClassRange
 from megaclass.head.counter_random import stream_state
 from megaclass.head.gpu import image_programs, row_programs
 from megaclass.head.gpu.tiling import next_power_of_2
 from megaclass.head.problem import CentreGradient
 from megaclass.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowSGD
 from megaclass.head.sampling import draw_threshold
-from megaclass.head.shards import ClassRange
 from megaclass.head.step import DrawnClasses
 from megaclass.keyed_random import Stream
 from megaclass.triton_launch import launch

@@ -91,10 +91,14 @@ class FusedStep:
             max_batch = largest_batch(len(labels_B), labels_B.device, context.group)
         self._numbers.set_step(step)
         # Also compares and renews the watched numbers of the centres, so a change counts once.
-        block = gpu_images.pack(
-            embeddings_BD, labels_B, max_batch, check=context.store.overwrite_check, step=self._numbers.step
+        gathered = gpu_images.gather(
+            embeddings_BD,
+            labels_B,
+            max_batch,
+            check=context.store.overwrite_check,
+            step=self._numbers.step,
+            group=context.group,
         )
-        gathered = gpu_images.gather(block, context.group)
         images = gpu_images.prepare(gathered, context.store, product_dtype)
         draw = opened if opened is not None else self.draw(images.labels_G, images.counts_W, step)
         slots_G = images.local_ids_G
@@ -179,7 +183,7 @@ class FusedStep:
             values[0] if len(parts) == 1 else torch.cat(values)
             for values in (
                 [part.problem.target_slot_G for part in parts],
-                [part.images.own.rows_G for part in parts],
+                [part.images.own_rows_G for part in parts],
                 [part.images.unit_GD for part in parts],
                 [part.target_coefficients_G for part in parts],
             )

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaclass.backbones.configured import checkpoint_activations, configured_layers, freeze
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
-from megaclass.config.own_classes import own_class
+from megaclass.config.read import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
 from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.data_parallel import data_parallel, exact_average

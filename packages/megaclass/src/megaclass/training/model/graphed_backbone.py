@@ -133,70 +133,6 @@ class Recorder:
             torch._C._cuda_releasePool(device_index, self._pool)
 
 
-class ShapeGraphs:
-    """Keeps the graphs of the shape that was captured last, if there is one.
-
-    State, used by the thread that trains: `_captured` is the last step captured, `_shape` and `_num_equal` count ordinary
-    steps of the same shape in a row. A step of another shape runs without graphs and changes nothing, for example the
-    last batch of an epoch; if its shape stays, it replaces what was captured.
-    """
-
-    def __init__(
-        self,
-        *,
-        is_on: bool,
-        largest_bytes: int | None,
-        num_ordinary: int,
-    ) -> None:
-        """largest_bytes: no larger step is captured. num_ordinary: steps of one shape before it is captured."""
-        self._num_ordinary = num_ordinary
-        self._is_on = is_on
-        self._largest_bytes = largest_bytes
-        self._captured: CapturedBackbone | None = None
-        self._shape: ReplayShape | None = None
-        self._num_equal = 0
-
-    def allows(self, num_bytes: int) -> bool:
-        """Returns True if a step of this size may be captured."""
-        return self._is_on and (self._largest_bytes is None or num_bytes <= self._largest_bytes)
-
-    def counts(self, shape: ReplayShape) -> bool:
-        """Returns True if steps of this shape are on their way to a capture, or captured."""
-        return self._is_on and (shape == self._shape if self._captured is None else shape == self._captured.shape)
-
-    def switch_off(self) -> None:
-        """Drops what was captured; all further steps run without graphs."""
-        self._is_on, self._captured = False, None
-
-    def find(
-        self, shape: ReplayShape, num_bytes: int, capture: "Callable[[ReplayShape], CapturedBackbone]"
-    ) -> "CapturedBackbone | None":
-        """Returns the graphs for the next forward, or None to run it without graphs. `capture` may raise."""
-        if not self.allows(num_bytes):
-            return None
-        if self._captured is not None and self._captured.shape == shape:
-            self._num_equal = 0
-            return self._captured if self._captured.is_free else None
-        self._num_equal = self._num_equal + 1 if shape == self._shape else 1
-        self._shape = shape
-        if self._num_equal <= self._num_ordinary:
-            return None
-        # Before the new one is captured, so both are not held at once.
-        self._captured = None
-        try:
-            self._captured = capture(shape)
-        except RuntimeError as error:
-            # Nothing has run yet: the step runs without graphs. torch.OutOfMemoryError is also a RuntimeError. The end of a
-            # capture that has failed raises an error of its own.
-            self._is_on = False
-            warnings.warn(
-                "The backbone's step could not be captured as a CUDA graph and runs without one, which only takes time of the "
-                f"host. train.cuda_graph=off avoids the attempt. The reason: {error.__context__ or error}",
-                stacklevel=2,
-            )
-        return self._captured
-
-
 class StepTrial:
     """Times ordinary steps, then replayed ones, and says whether the graphs stay.
 
@@ -239,39 +175,38 @@ class StepTrial:
 
 
 class GraphedBackbone(nn.Module):
-    """Stands for the backbone in DDP. Ordinary calls and replayed ones give the same bits."""
+    """Stands for the backbone in DDP. Ordinary calls and replayed ones give the same bits.
+
+    State, used by the thread that trains: `_captured` is the last step captured, `_shape` and `_num_equal` count ordinary
+    steps of the same shape in a row. A step of another shape runs without graphs and changes nothing, for example the
+    last batch of an epoch; if its shape stays, it replaces what was captured.
+    """
 
     def __init__(self, backbone: nn.Module, setting: Literal["auto", "on", "off"], num_ranks: int) -> None:
         super().__init__()
-        # None after its decision.
-        self._trial = StepTrial() if setting == "auto" and num_ranks > 1 else None
         self.backbone = backbone
         self._all_parameters = list(backbone.parameters())
-        device = next(backbone.parameters()).device
-        self._graphs = ShapeGraphs(
-            is_on=setting != "off",
-            largest_bytes=largest_replayed_bytes(_device_bytes(device)) if setting == "auto" else None,
-            num_ordinary=NUM_ORDINARY_STEPS + (NUM_TRIAL_STEPS if self._trial is not None else 0),
-        )
-        self._is_measured = setting == "auto"
+        # None after its decision.
+        self._trial = StepTrial() if setting == "auto" and num_ranks > 1 else None
+        self._num_ordinary = NUM_ORDINARY_STEPS + (NUM_TRIAL_STEPS if self._trial is not None else 0)
+        self._is_on, self._is_measured = setting != "off", setting == "auto"
+        self._largest_bytes = largest_replayed_bytes(_device_bytes(next(backbone.parameters()).device))
         self._num_bytes: dict[torch.Size, int] = {}
         """Bytes that forward kept for backward, by the size of the images; measured in ordinary steps."""
+        self._captured: CapturedBackbone | None = None
+        self._shape: ReplayShape | None = None
+        self._num_equal = 0
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, D)."""
-        embeddings: Tensor
-        if not self._is_trained_on(images):
-            if self._trial is not None:
-                self._trial.note_other()
-            embeddings = self.backbone(images)
-            return embeddings
-        num_bytes, shape = self._num_bytes.get(images.shape, 0), self._shape(images)
-        captured = self._graphs.find(shape, num_bytes, lambda shape: self._capture(shape, images))
+        shape = self._shape_of(images) if self._is_trained_on(images) else None
+        captured = self._find(shape, images) if shape is not None else None
         if self._trial is not None:
-            captured = self._tried(captured, shape, images.device)
+            captured = self._tried(self._trial, captured, shape, images.device)
+        embeddings: Tensor
         if captured is not None:
             embeddings = _Replay.apply(captured, images, *captured.trained)  # type: ignore[no-untyped-call]
-        elif self._is_measured and self._graphs.allows(num_bytes):
+        elif shape is not None and self._is_measured and self._may_capture(images):
             before = _allocated_bytes(images.device)
             embeddings = self.backbone(images)
             self._num_bytes[images.shape] = _allocated_bytes(images.device) - before
@@ -279,21 +214,56 @@ class GraphedBackbone(nn.Module):
             embeddings = self.backbone(images)
         return embeddings
 
-    def _tried(
-        self, captured: "CapturedBackbone | None", shape: ReplayShape, device: torch.device
-    ) -> "CapturedBackbone | None":
-        """Notes that a step begins, and ends the trial after enough of them. Returns the graphs that this step uses."""
-        assert self._trial is not None
-        if captured is None and not self._graphs.counts(shape):
-            self._trial.note_other()
+    def _may_capture(self, images: Tensor) -> bool:
+        """Returns True if a step of this size may be captured; `auto` bounds the memory."""
+        is_small = self._num_bytes.get(images.shape, 0) <= self._largest_bytes
+        return self._is_on and (is_small or not self._is_measured)
+
+    def _find(self, shape: ReplayShape, images: Tensor) -> "CapturedBackbone | None":
+        """Returns the graphs for this forward, or None to run it without graphs."""
+        if not self._may_capture(images):
             return None
-        self._trial.note(device, is_replayed=captured is not None)
-        stays = self._trial.decision()
+        if self._captured is not None and self._captured.shape == shape:
+            self._num_equal = 0
+            return self._captured if self._captured.is_free else None
+        self._num_equal = self._num_equal + 1 if shape == self._shape else 1
+        self._shape = shape
+        if self._num_equal <= self._num_ordinary:
+            return None
+        # Before the new one is captured, so both are not held at once.
+        self._captured = None
+        try:
+            self._captured = self._capture(shape, images)
+        except RuntimeError as error:
+            # Nothing has run yet: the step runs without graphs. torch.OutOfMemoryError is also a RuntimeError. The end of a
+            # capture that has failed raises an error of its own.
+            self._is_on = False
+            warnings.warn(
+                "The backbone's step could not be captured as a CUDA graph and runs without one, which only takes time of the "
+                f"host. train.cuda_graph=off avoids the attempt. The reason: {error.__context__ or error}",
+                stacklevel=2,
+            )
+        return self._captured
+
+    def _tried(
+        self, trial: StepTrial, captured: "CapturedBackbone | None", shape: ReplayShape | None, device: torch.device
+    ) -> "CapturedBackbone | None":
+        """Notes that a step begins, and ends the trial after enough of them. Returns the graphs that this step uses.
+
+        shape: None for a forward that is not part of the training.
+        """
+        known = self._shape if self._captured is None else self._captured.shape
+        if captured is None and not (self._is_on and shape is not None and shape == known):
+            trial.note_other()
+            return None
+        trial.note(device, is_replayed=captured is not None)
+        stays = trial.decision()
         if stays is None:
             return captured
         self._trial = None
         if not stays:
-            self._graphs.switch_off()
+            # All further steps run without graphs.
+            self._is_on, self._captured = False, None
             return None
         return captured
 
@@ -302,7 +272,7 @@ class GraphedBackbone(nn.Module):
         is_training = self.backbone.training and torch.is_grad_enabled() and not _is_compiling_only()
         return is_training and images.numel() > 0 and not images.requires_grad
 
-    def _shape(self, images: Tensor) -> ReplayShape:
+    def _shape_of(self, images: Tensor) -> ReplayShape:
         device = images.device.type
         return ReplayShape(
             images.shape,

@@ -197,6 +197,22 @@ class RunFolder:
         file = self.path / "config.toml"
         return file.is_file() and file.read_bytes() == toml.encode()
 
+    @property
+    def _end_request(self) -> Path:
+        return self.path / ".end"
+
+    def request_end(self) -> None:
+        """Asks the run in the folder to end after its next report, with all its results. Any process may call this."""
+        self._end_request.touch(0o600)
+
+    def take_end_request(self) -> bool:
+        """Tells whether the end was requested since the last call."""
+        try:
+            self._end_request.unlink()
+        except OSError:
+            return False
+        return True
+
     def write_config(self, text: str) -> None:
         self._write("config.toml", text)
 

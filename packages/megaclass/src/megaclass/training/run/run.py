@@ -4,11 +4,9 @@ Each host has its own copy of the recipe, the package and perhaps the data. Rank
 collectives of different sizes, or worse, train something that no user asked for: they refuse to start and show the difference.
 """
 
-import hashlib
-import json
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +30,15 @@ from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long
+from megaclass.distributed.agreement import facts_that_differ, gather_texts, on_every_rank, on_every_rank_for_long
 from megaclass.errors import DataError
 from megaclass.evaluation.sets import find_sets
-from megaclass.image_size import compact_size
+from megaclass.image_size import compact_size, shown_size
 from megaclass.progress import bar_on_demand
 from megaclass.training.model.build import input_size
 from megaclass.training.run.folder import RunFolder
 from megaclass_launch.errors import ConfigError, LaunchError, UserError
 from megaclass_launch.events_file import append_event, read_events
-from megaclass_launch.ranks.collectives import gather_blocks
 from megaclass_launch.world import World
 
 # Where a host keeps its data and how many threads read it is the host's own business: the data's fingerprint is compared.
@@ -49,6 +46,8 @@ OF_EACH_HOST = ("data.path", "data.stage", "data.threads")
 _SHOWN = 8
 _MIB = 2**20
 _logger = logging.getLogger("megaclass.training")
+Callback = Callable[[dict[str, Any]], object]
+"""Takes a row of metrics, after the step that it reports; if it returns True, the run ends there with all its results."""
 _MAX_WARNINGS = 200
 """Warnings per start: one about every image of a broken data set must not fill the disk."""
 
@@ -64,7 +63,7 @@ def check_same_start(config: Config, device: torch.device) -> tuple[str, ...]:
     hosts = tuple(gather_texts(socket.gethostname(), device))
     facts = {"megaclass": __version__}
     facts |= {name: value for name, value in flat_values(config).items() if name not in OF_EACH_HOST}
-    raise_if_different({name: str(value) for name, value in facts.items()}, hosts, device)
+    _raise_if_different({name: str(value) for name, value in facts.items()}, hosts, device)
     return hosts
 
 
@@ -75,7 +74,7 @@ def check_same_data(fingerprint: str, num_images: int, num_classes: int, hosts: 
     fingerprint: of the first rank per host; the others of the host see the same files and pass an empty text.
     """
     facts = {"number of images": f"{num_images:,}", "number of classes": f"{num_classes:,}"}
-    raise_if_different(facts, hosts, device)
+    _raise_if_different(facts, hosts, device)
     own = fingerprint if world.local_rank == 0 else ""
     found = gather_texts(own, device)
     table = {"data fingerprint": {rank: text for rank, text in enumerate(found) if text}}
@@ -83,28 +82,9 @@ def check_same_data(fingerprint: str, num_images: int, num_classes: int, hosts: 
         raise LaunchError(_described(table, hosts))
 
 
-def raise_if_different(facts: dict[str, str], hosts: tuple[str, ...], device: torch.device) -> None:
-    """Collective. Compares digests; only if they differ are the facts themselves exchanged."""
-    text = json.dumps(facts, sort_keys=True)
-    digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=device)
-    digests_W = gather_blocks(digest, None)
-    if bool((digests_W == digests_W[0]).all()):
-        return
-    facts_W = [json.loads(theirs) for theirs in gather_texts(text, device)]
-    names = dict.fromkeys(name for theirs in facts_W for name in theirs)
-    table = {name: {rank: theirs.get(name, "(not there)") for rank, theirs in enumerate(facts_W)} for name in names}
-    different = {name: values for name, values in table.items() if len(set(values.values())) > 1}
-    raise LaunchError(_described(different, hosts))
-
-
-def gather_texts(text: str, device: torch.device) -> list[str]:
-    """Collective. Returns the texts of all ranks: one all-gather of lengths, one of the texts, padded to the longest."""
-    encoded = text.encode(errors="replace")
-    lengths_W = gather_blocks(torch.tensor([len(encoded)], device=device), None).flatten().tolist()
-    block = torch.zeros(max(1, *lengths_W), dtype=torch.uint8)
-    block[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    rows = gather_blocks(block.to(device), None).cpu().tolist()
-    return [bytes(row[:length]).decode(errors="replace") for row, length in zip(rows, lengths_W, strict=True)]
+def _raise_if_different(facts: dict[str, str], hosts: tuple[str, ...], device: torch.device) -> None:
+    if different := facts_that_differ(facts, device):
+        raise LaunchError(_described(different, hosts))
 
 
 def _described(table: dict[str, dict[int, str]], hosts: tuple[str, ...]) -> str:
@@ -169,9 +149,12 @@ def open_data(
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
+        # Every backbone takes multiples of 16.
+        rounded = ",".join(str(min(4096, max(16, 16 * round(side / 16)))) for side in size)
         raise DataError(
-            f"The images at {config.data.path} have {width} × {height} pixels, which is not a square. Set the input size: "
-            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{height},{width}] for rectangles."
+            f"The images at {config.data.path} have {shown_size(size)} pixels, which is not a square. Set the input size: "
+            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{rounded}], height first, for "
+            f"rectangles."
         )
     if config.data.on_gpu and device.type != "cuda":
         raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")
@@ -182,7 +165,6 @@ def open_data(
     processes = choose_processes(
         path,
         workers=config.data.workers,
-        threads=config.data.threads,
         device=device,
         num_local_ranks=world.local_size,
     )
@@ -251,9 +233,9 @@ def make_loader(
 
 def describe_sizes(config: Config, source: ImageSource) -> str:
     """Describes which input size the model takes and why, and how many images have another size."""
-    height, width = size = input_size(config, source)
+    size = input_size(config, source)
     reason = "from data.size" if config.data.size else "the size of the first image; data.size sets another"
-    text = f"the model takes images of {width} × {height} pixels, {reason}"
+    text = f"the model takes images of {shown_size(compact_size(size))} pixels, {reason}"
     if isinstance(source, PixelSource):
         return f"{text}."
     found = survey_sizes(source, size)
@@ -376,6 +358,8 @@ class Run:
     """Fingerprint of the data on rank 0; empty on the other ranks, which do not compute it."""
     command: tuple[str, ...] = ()
     """The command line as typed; empty if it is not known."""
+    callbacks: tuple[Callback, ...] = ()
+    """Called on rank 0 with every row of metrics."""
 
     @property
     def image_size(self) -> tuple[int, int]:

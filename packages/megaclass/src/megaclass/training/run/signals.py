@@ -7,6 +7,7 @@ and exit: with 75 after a signal, which asks launchers to resume the job, with 1
 import enum
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,10 +23,17 @@ class Stop(enum.IntEnum):
     """Reason to end a run before its last step."""
 
     NO = 0
-    ASKED = 1
+    EARLY = 1
+    """By a callback, or by train.patience: the run ends with all its results, as after its last step."""
+    ASKED = 2
     """By SIGTERM or a similar signal: exit code 75, "resume me"."""
-    BY_HAND = 2
+    BY_HAND = 3
     """By Ctrl-C: exit code 130, so no launcher starts the run again."""
+
+    @property
+    def is_interruption(self) -> bool:
+        """True if the run is not over: it saves and leaves, and --resume continues it."""
+        return self >= Stop.ASKED
 
 
 class StopSignals:
@@ -37,7 +45,13 @@ class StopSignals:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handles signals while the block runs, in the main thread. A second Ctrl-C, or SIGTERM after one, ends the rank."""
+        """Handles signals while the block runs. A second Ctrl-C, or SIGTERM after one, ends the rank.
+
+        Python handles signals in the main thread only: in another thread, as of a web service, nothing is handled.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
         def remember(signum: int, frame: FrameType | None) -> None:
             if self._stop is Stop.BY_HAND and signum == signal.SIGTERM:
@@ -72,10 +86,10 @@ class StopSignals:
         """True once this rank was asked to stop."""
         return self._stop is not Stop.NO
 
-    def of_any_rank(self, device: torch.device) -> Stop:
+    def of_any_rank(self, device: torch.device, own: Stop = Stop.NO) -> Stop:
         """Collective. Returns the strongest request of any rank: a signal may reach one rank only, but all leave together.
 
-        Traffic: one all-gather of one byte per rank.
+        own: another reason of this rank. Traffic: one all-gather of one byte per rank.
         """
-        asked = torch.tensor([self._stop], dtype=torch.uint8, device=device)
+        asked = torch.tensor([max(self._stop, own)], dtype=torch.uint8, device=device)
         return Stop(int(gather_blocks(asked, None).max()))

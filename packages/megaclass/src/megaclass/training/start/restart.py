@@ -178,7 +178,7 @@ def require_packages(config: Config) -> None:
     """
     onnx = (config.export.onnx, "export.onnx", "false", "onnx", ("onnx", "onnxscript", "onnxruntime"))
     services = [
-        (tracker.is_wanted(config.train), f"train.{tracker.setting}", tracker.off, tracker.extra, tracker.packages)
+        (tracker.is_wanted(config.train), tracker.setting, tracker.off, tracker.extra, tracker.packages)
         for tracker in TRACKERS
     ]
     for is_asked, setting, off, extra, names in (onnx, *services):

@@ -1,0 +1,64 @@
+"""Chooses a recipe for data of the user's own, by its size and by what this machine has: `megaclass train photos/`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megaclass.config.read import recipe_path
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.source import ImageSource
+from megaclass.image_size import compact_size, shown_size
+
+# Images up to which a small network learns as much as a large one does, and classes beyond which a tenth of them suffices.
+_FEW_IMAGES, _MANY_CLASSES = 200_000, 500_000
+_SMALLEST_SIDE, _LARGEST_SIDE = 32, 224
+_LEAST_STEPS_PER_EPOCH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRecipe:
+    """A recipe of the package, and settings that fit it to the data."""
+
+    path: Path
+    overrides: list[str]
+    reason: str
+    """A sentence that says what was chosen, and why."""
+
+
+def choose_recipe(folder: str) -> ChosenRecipe:
+    """Opens the data to count its images and classes; an error of the data is raised as by a run."""
+    source, has_gpu = open_source(folder), torch.cuda.is_available()
+    name = "own-cpu" if not has_gpu else "own-small" if source.num_images <= _FEW_IMAGES else "own-large"
+    overrides = [f"data.path={folder}", f"train.run_dir=runs/{run_name(folder)}"]
+    fitting = []
+    if (size := _own_size(source)) and name != "own-cpu":
+        fitting.append(f"data.size={size}")
+    batch = {"own-cpu": 64, "own-small": 256, "own-large": 512}[name]
+    while batch > 8 and source.num_images < _LEAST_STEPS_PER_EPOCH * batch:
+        batch //= 2
+    fitting.append(f"train.global_batch={batch}")
+    if name == "own-large" and (num_gpus := torch.cuda.device_count()) > 1:
+        fitting.append(f"train.nproc={num_gpus}")
+    if source.num_classes > _MANY_CLASSES:
+        fitting.append("head.sample_rate=0.1")
+    what = (
+        f"{source.num_images:,} images of {source.num_classes:,} classes, {shown_size(compact_size(source.image_size))}"
+    )
+    reason = (
+        f"{folder} has {what}, and this machine has {'a' if has_gpu else 'no'} GPU: training with the recipe {name}, "
+        f"{', '.join(fitting)}, into runs/{run_name(folder)}. Settings of your own come after the folder, as section.key=value."
+    )
+    return ChosenRecipe(recipe_path(Path(name)), [*overrides, *fitting], reason)
+
+
+def run_name(folder: str) -> str:
+    """Returns the name of the run folder for data at this path; several paths are joined."""
+    return "-".join(Path(part).resolve().name or "data" for part in folder.split(",") if part)
+
+
+def _own_size(source: ImageSource) -> int:
+    """Returns the size of the images if a backbone takes it as it is; 0 for the size of the recipe."""
+    height, width = source.image_size
+    is_usable = height == width and height % 16 == 0 and _SMALLEST_SIDE <= height <= _LARGEST_SIDE
+    return height if is_usable else 0
