@@ -2,18 +2,19 @@
 
 import os
 import selectors
+import socket
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from megaclass_launch.agent import driver_connection
-from megaclass_launch.agent import driver_connection as driver_pipe
 from megaclass_launch.agent.driver_connection import DriverConnection
-from megaclass_launch.agent.heartbeat import AgentHeartbeat
+from megaclass_launch.agent.rank_watch import RankWatch
 from megaclass_launch.agent.worker_output import WorkerOutput
 from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.rank_status import OwnStatus
 from megaclass_launch.wire.protocol import encode
 from megaclass_launch.world import World
 
@@ -56,8 +57,7 @@ def driver(selector, monkeypatch):
         os.set_blocking(their_in, False)
         os.set_blocking(their_out, False)
         # Not in the module sys itself: pytest sets its stdout anew between a fixture and the test.
-        for module in (driver_connection, driver_pipe):
-            monkeypatch.setattr(module, "sys", SimpleNamespace(stdin=stdin, stdout=stdout))
+        monkeypatch.setattr(driver_connection, "sys", SimpleNamespace(stdin=stdin, stdout=stdout))
         end = DriverEnd(selector, our_in, our_out)
         yield end
     os.close(our_out)
@@ -189,7 +189,7 @@ def job(tmp_path, **more) -> dict:
         "workdir": str(tmp_path),
         "command": ["sh"],
         "host": "h1",
-        "worlds": [{}, {}],
+        "slots": 2,
         "passed": {},
         "given": {},
         "interfaces": [],
@@ -228,9 +228,8 @@ def test_variables_of_the_user_come_before_those_of_the_driver_and_these_before_
     assert WorkerSetup(job(tmp_path, given={"OMP_NUM_THREADS": "3"}), own).base["OMP_NUM_THREADS"] == "3"
 
 
-def test_only_the_host_of_rank_0_holds_ports_and_one_if_the_user_chose_it():
-    assert Rank0Ports([World(rank=2, size=4), World(rank=3, size=4)], 0).hold() == {}
-    both = Rank0Ports([World(rank=0, size=2), World(rank=1, size=2)], 0)
+def test_two_ports_are_held_for_rank_0_and_one_if_the_user_chose_it():
+    both = Rank0Ports(0, "127.0.0.1")
     found = both.hold()
     assert found["port"] != found["store_port"]
     offer = both.offer_store("192.0.2.1")
@@ -238,11 +237,32 @@ def test_only_the_host_of_rank_0_holds_ports_and_one_if_the_user_chose_it():
     assert offer is not None
     offer.close()
     # With other hosts it listens at the address that they use; this one belongs to no host.
-    several = Rank0Ports([World(rank=0, size=2)], 0)
+    several = Rank0Ports(0)
     several.hold()
     assert several.offer_store("192.0.2.1") is None
-    chosen = Rank0Ports([World(rank=0, size=2), World(rank=1, size=2)], found["port"])
-    assert chosen.hold() == {"port": found["port"]} and chosen.offer_store("127.0.0.1") is None
+    chosen = Rank0Ports(found["port"], "127.0.0.1")
+    # The same one for every generation of an elastic job.
+    for _ in range(2):
+        assert chosen.hold() == {"port": found["port"], "store_port": 0} and chosen.offer_store("127.0.0.1") is None
+
+
+def test_every_generation_has_ports_of_its_own_and_those_of_the_last_two_stay_held():
+    ports = Rank0Ports(0)
+    held = [ports.hold() for _ in range(4)]
+    assert len({port for pair in held for port in pair.values()}) == 8
+    with socket.create_server(("", 0)) as taken, pytest.raises(LaunchError, match="is in use"):
+        Rank0Ports(taken.getsockname()[1]).hold()
+
+    def is_free(port: int) -> bool:
+        with socket.socket() as other:
+            try:
+                other.bind(("0.0.0.0", port))
+            except OSError:
+                return False
+            return True
+
+    assert not any(is_free(port) for pair in held[1:] for port in pair.values())
+    assert all(is_free(port) for port in held[0].values())
 
 
 # ---- heartbeats ----
@@ -267,18 +287,37 @@ class Supervised:
 
 def test_a_heartbeat_reports_new_checkpoints_and_each_stopped_rank_once():
     said: list[dict] = []
-    looks: list[bool] = []
     supervised = Supervised()
-    hangs = SimpleNamespace(look=lambda running, is_beat: looks.append(is_beat))
-    heartbeat = AgentHeartbeat(supervised, hangs, said.append, interval_s=5.0)
-    heartbeat.check(100.0)
-    assert said == [{"say": "beat"}] and heartbeat.next_at(100.0) == 101.0 and heartbeat.next_at(104.5) == 105.0
-    heartbeat.check(104.9)
-    assert len(said) == 1 and looks == [True, False] and supervised.num_watched == 1
+    watch = RankWatch(supervised, lambda message, payload: said.append(message), host="h1", interval_s=5.0)
+    ranks = [OwnStatus(watch.new_page(rank).fileno()) for rank in range(2)]
+    begun = time.monotonic()
+    watch.check(begun)
+    assert said == [{"say": "beat"}]
+    assert watch.next_at(begun) == begun + 1.0 and watch.next_at(begun + 4.5) == begun + 5.0
+    watch.check(begun + 4.9)
+    assert len(said) == 1 and supervised.num_watched == 1
     supervised.stopped.add(1)
-    os.pwrite(heartbeat.progress_fd, (7).to_bytes(8, "little"), 0)
-    heartbeat.check(105.0)
+    ranks[1].checkpoint(7)
+    watch.check(begun + 5.0)
     news = [{"say": "beat"}, {"say": "progress", "step": 7}, {"say": "stopped", "rank": 1, "pid": 101}]
     assert said[1:] == news
-    heartbeat.check(110.0)
+    # An older step of another rank is no news.
+    ranks[0].checkpoint(3)
+    watch.check(begun + 10.0)
     assert said[4:] == [{"say": "beat"}]
+
+
+def test_a_rank_that_has_become_late_is_reported_before_the_next_heartbeat():
+    said: list[dict] = []
+    watch = RankWatch(Supervised(), lambda message, payload: said.append(message), host="h1", interval_s=500.0)
+    ranks = [OwnStatus(watch.new_page(rank).fileno()) for rank in range(2)]
+    begun = time.monotonic()
+    watch.check(begun)
+    ranks[0].progress(allowed_s=100.0, step=1)
+    ranks[1].progress(allowed_s=0.001, step=1)
+    time.sleep(0.01)
+    watch.check(begun + 1.1)
+    [status] = [message for message in said if message["say"] == "status"]
+    assert status["is_training"] and 0.0 < status["silent_s"] < 60.0 and status["idle_s"] >= status["silent_s"] - 60.0
+    watch.check(begun + 2.2)
+    assert len([message for message in said if message["say"] == "status"]) == 1

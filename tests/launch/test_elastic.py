@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -214,6 +215,92 @@ def test_a_rank_that_hangs_by_its_own_account_is_killed_and_the_others_go_on(run
     job.says("generation 2 rank", 2)
     (tmp_path / "end").touch()
     assert job.wait() == 0
+
+
+_TRAINS = """
+import os, sys, threading, time
+from pathlib import Path
+has_started = threading.Event()
+
+def print_while_starting():
+    while not has_started.wait(1):
+        print("starting", flush=True)
+
+threading.Thread(target=print_while_starting, daemon=True).start()
+import torch
+import horovod.torch as hvd
+folder = Path(__file__).parent
+
+@hvd.elastic.run
+def train(state):
+    has_started.set()
+    print(f"rank {hvd.rank()} of {hvd.size()} pid {os.getpid()} port {os.environ['MASTER_PORT']}", flush=True)
+    while not state.is_stopped:
+        if (file := folder / f"hang-{hvd.rank()}").exists():
+            file.unlink()
+            time.sleep(600)
+        hvd.allreduce(torch.ones(3), name="gradient")
+        state.is_stopped = hvd.broadcast_object((folder / "end").exists(), 0)
+        time.sleep(0.02)
+        state.commit()
+
+hvd.init()
+train(hvd.elastic.TorchState(torch.nn.Linear(1, 1), is_stopped=False))
+"""
+
+
+@pytest.fixture
+def trains(tmp_path) -> list[str]:
+    """An elastic program of hvd that trains until the file `end` appears."""
+    file = tmp_path / "trains.py"
+    file.write_text(_TRAINS)
+    return [sys.executable, str(file)]
+
+
+def test_with_a_hang_timeout_the_verdict_names_the_rank_and_the_others_go_on(run, trains, tmp_path):
+    logs = tmp_path / "logs"
+    job = run.start("--min-np", "1", "-np", "3", "--hang-timeout", "10", "--output-filename", str(logs), *trains)
+    job.says("of 3 pid", 3, timeout_s=90)
+    hung = pid_of(job, 1)
+    (tmp_path / "hang-1").touch()
+    job.says("the ranks leave generation 1, and one that has not left within 20 s is killed.", timeout_s=60)
+    where = r"rank 1 \(localhost\): in \S+/trains\.py:\d+ \(train\), asleep"
+    verdict = rf"generation 1 hangs\. {where}; the other 2 ranks wait for it in allreduce of gradient\."
+    assert re.search(verdict, job.err), job.story()
+    # The driver's own watch, or the report of a rank that waits: whichever looks first.
+    what = r"(a collective has not finished|no rank has printed anything or made progress \(--hang-timeout\))"
+    assert re.search(rf"{what} for \d+ s: the ranks leave generation 1", job.err), job.story()
+    job.says(f"rank 1 on localhost (pid {hung}) ended with signal SIGKILL; 2 rank(s) continue.", timeout_s=60)
+    job.says("generation 2: 2 ranks on localhost:2; before: 3.", timeout_s=60)
+    job.says("generation 2 trains", timeout_s=60)
+    assert "in train" in (logs / "rank.1" / "stacks").read_text()
+    (tmp_path / "end").touch()
+    assert job.wait() == 0, job.story()
+
+
+def test_a_chosen_port_is_that_of_every_generation(run, trains, tmp_path):
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--min-np", "1", "-np", "3", "--master-port", str(port), "--blacklist-cooldown-range", "1", "1")
+    job = run.start(*options, *trains)
+    job.says("of 3 pid", 3, timeout_s=90)
+    # Rank 0 leaves, and another process listens at the port; then one that does not listen leaves.
+    os.kill(pid_of(job, 0), signal.SIGKILL)
+    job.says("generation 3: 3 ranks on localhost:3; before: 2.", timeout_s=90)
+    job.says("rank 2 of 3 pid", 2, timeout_s=60)
+    os.kill(pid_of(job, 2), signal.SIGKILL)
+    job.says("generation 4: 2 ranks on localhost:2; before: 3.", timeout_s=60)
+    (tmp_path / "end").touch()
+    assert job.wait(90) == 0, job.story()
+    assert set(re.findall(r"pid \d+ port (\d+)", job.out)) == {str(port)}, job.story()
+
+
+def test_a_chosen_port_that_is_in_use_refuses_the_host(run, quick):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("--min-np", "1", "-np", "2", "--master-port", str(port), *quick)
+    assert done.code == 2, done.story()
+    assert f"Port {port} is in use on " in done.err and "leave --master-port out" in done.err, done.story()
 
 
 def test_ctrl_c_ends_an_elastic_job(run, quick):

@@ -1,75 +1,58 @@
 """Decisions of the driver of an elastic job, without processes: who is started, told, dismissed and killed, and when."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from megaclass_launch.driver import generations
 from megaclass_launch.driver.agent_pipe import PipeState
-from megaclass_launch.driver.job_end import JobEnd
+from megaclass_launch.driver.discovery import DiscoveryAnswer, HostTable
+from megaclass_launch.driver.generations import dismiss, is_enough, update_hosts
+from megaclass_launch.driver.hang_watch import HangWatch
+from megaclass_launch.driver.job import JobState, Open, Order, Tell
+from megaclass_launch.driver.messages import on_message
 from megaclass_launch.driver.outcome import Outcome
 from megaclass_launch.driver.ssh import SshSettings
-from megaclass_launch.elastic.agents import ElasticAgents
-from megaclass_launch.elastic.decisions import Generations, HostUpdates, Leavers, NewWorkers, RankMinimum
-from megaclass_launch.elastic.discovery import DiscoveryAnswer, HostTable
-from megaclass_launch.elastic.job import ElasticJob, WorkerTable
-from megaclass_launch.elastic.worker_events import WorkerEvents
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import parse_options
+from megaclass_launch.wire.agent_messages import AgentMessageChecker
 
 
-class Pipe:
-    """The pipe of an agent without an agent: `sent` has what the driver has told it."""
+class Agent:
+    """An agent of whom the driver knows only what it is told: `sent` has the orders that it got."""
 
-    def __init__(self, placement) -> None:
-        self.placement, self.name = placement, placement.host.name
-        self.state, self.hello, self.sent = PipeState.STARTING, {}, []
+    def __init__(self, host: Host) -> None:
+        self.host, self.name = host, host.name
+        self.state, self.hello, self.ports, self.sent = PipeState.STARTING, {}, {}, []
+        self.checker = AgentMessageChecker(is_elastic=True)
 
-    def send(self, message) -> None:
-        self.sent.append(message)
+    @property
+    def is_over(self) -> bool:
+        return self.state in (PipeState.DONE, PipeState.LOST)
 
     def orders(self, kind: str) -> list:
         return [message for message in self.sent if message.get("do") == kind]
 
 
-class Pipes:
-    """The pipes of a driver that starts no processes."""
-
-    def __init__(self) -> None:
-        self.all, self.token = [], "greeting"
-
-    def open(self, placement, command, checker) -> Pipe:
-        self.all.append(Pipe(placement))
-        return self.all[-1]
-
-    def send(self, message) -> None:
-        for pipe in self.all:
-            pipe.send(message)
-
-
 class Driver:
-    """The parts of the driver that decide. Times are given by the tests, messages are those that agents would send."""
+    """The decisions of the driver. Times are given by the tests, messages are those that agents would send."""
 
     def __init__(self, *hosts: str, options: str = "--min-np 1") -> None:
         self.said: list[str] = []
         messages = SimpleNamespace(say=self.said.append, detail=lambda text: None)
-        output = SimpleNamespace(put=lambda *line: [], finish=lambda rank: [], where=lambda rank: "")
-        io = SimpleNamespace(messages=messages, output=output, screen=None, signals=None)
-        pipes, table = Pipes(), WorkerTable()
-        parsed = parse_options([*options.split(), "-H", "localhost:1", "true"])
-        self.job = ElasticJob(
-            options=parsed,
-            hosts=HostTable((100.0, 100.0), lambda: 0.0),
-            agents=ElasticAgents(pipes, parsed, SshSettings()),
-            table=table,
-            end=JobEnd(pipes, table, io, parsed),
-            io=io,
+        output = SimpleNamespace(
+            put=lambda *line: [],
+            finish=lambda rank: [],
+            where=lambda rank: "",
+            folder=None,
+            write_stacks=lambda *_: None,
         )
+        io = SimpleNamespace(messages=messages, output=output, screen=None, signals=None, call=None)
+        self.job = JobState(parse_options([*options.split(), "-H", "localhost:1", "true"]), SshSettings(), io)
+        self.job.hosts = HostTable((100.0, 100.0), lambda: 0.0)
+        self.watch = HangWatch(self.job)
         self.list_hosts(*hosts)
-        self.events = WorkerEvents(self.job)
-        self.minimum = RankMinimum(self.job, give_up=self.events.end_after_failure)
-        self.leavers = Leavers(self.job)
-        self.new_workers = NewWorkers(self.job, self.minimum)
-        self.generations = Generations(self.job, self.events, self.minimum, self.leavers)
 
     def list_hosts(self, *hosts: str) -> None:
         named = [host.split(":") for host in hosts]
@@ -77,16 +60,31 @@ class Driver:
 
     def step(self, now: float) -> None:
         """One pass of the driver's loop."""
-        self.new_workers.open_agents(now)
-        current = self.generations.current
-        self.new_workers.start(now, current.facts if current else None, is_running=self.events.has_progressed)
-        self.generations.advance(now)
+        generations.advance(self.job, now)
+        opened = self.carry_out(self.job.take_orders())
+        if opened:
+            self.step(now)
 
-    def agent(self, host: str) -> Pipe:
-        return self.job.agents.by_host[host]
+    def carry_out(self, orders: list[Order]) -> bool:
+        """Carries out orders; returns whether an agent was opened."""
+        for order in orders:
+            match order:
+                case Open(host):
+                    self.job.agents[host.name] = Agent(host)
+                    self.job.opened.append(self.job.agents[host.name])
+                case Tell(agent, message):
+                    agent.sent.append(message)
+        return any(isinstance(order, Open) for order in orders)
+
+    def check_for_hangs(self, now: float) -> None:
+        self.watch.check(now)
+        self.carry_out(self.job.take_orders())
+
+    def agent(self, host: str) -> Agent:
+        return self.job.agents[host]
 
     def hear(self, host: str, **message) -> None:
-        self.events.handle(self.agent(host), message, b"", self.generations.token)
+        self.carry_out(on_message(self.job, self.watch, self.agent(host), message, b""))
 
     def greet(self, *hosts: str) -> None:
         for host in hosts:
@@ -94,34 +92,34 @@ class Driver:
 
     def ready(self, *numbers: int, why: str = "start") -> None:
         for number in numbers:
-            worker = self.job.table.alive[number]
-            token = self.generations.token if worker.rank is not None else ""
+            worker = self.job.ranks.alive[number]
+            token = self.job.generation_token if worker.rank is not None else ""
             self.hear(worker.host, say="ready", rank=number, token=token, why=why)
 
     def exit(self, number: int, code: int) -> None:
-        self.hear(self.job.table.alive[number].host, say="exit", rank=number, pid=100 + number, code=code)
+        self.hear(self.job.ranks.alive[number].host, say="exit", rank=number, pid=100 + number, code=code)
 
     def spare_ports(self, host: str) -> None:
         self.hear(host, say="spare", port=2000, store_port=2001)
 
     def ranks(self) -> dict[int, int]:
         """Returns the members of the current generation: ranks by worker."""
-        return {worker.number: worker.rank for worker in self.job.table.members()}
+        return {worker.number: worker.rank for worker in self.job.ranks.members()}
 
     def alive(self) -> list[tuple[str, int]]:
-        return [(worker.host, worker.slot) for worker in self.job.table.staying()]
+        return [(worker.host, worker.slot) for worker in self.job.ranks.staying()]
 
 
 def trains(*hosts: str, options: str = "--min-np 1") -> Driver:
     """A driver whose first generation has all slots of the hosts."""
     driver = Driver(*hosts, options=options)
     driver.step(0.0)
-    driver.greet(*driver.job.agents.by_host)
+    driver.greet(*driver.job.agents)
     driver.step(1.0)
-    driver.ready(*driver.job.table.alive)
+    driver.ready(*driver.job.ranks.alive)
     driver.step(2.0)
-    assert driver.generations.current.facts.number == 1
-    for host in driver.job.agents.by_host:
+    assert driver.job.generation == 1
+    for host in driver.job.agents:
         driver.spare_ports(host)
     return driver
 
@@ -140,7 +138,7 @@ def test_the_first_workers_start_together_once_every_host_has_answered():
     assert driver.alive() == [("a", 0), ("a", 1), ("b", 0)]
     driver.ready(0, 1)
     driver.step(3.0)
-    assert driver.generations.current is None
+    assert driver.job.current is None
     driver.ready(2)
     driver.step(4.0)
     assert driver.ranks() == {0: 0, 1: 1, 2: 2}
@@ -149,7 +147,7 @@ def test_the_first_workers_start_together_once_every_host_has_answered():
 
 def test_no_more_agents_and_workers_than_max_np_allows():
     driver = trains("a:2", "b:2", "c:2", options="--min-np 1 --max-np 3")
-    assert list(driver.job.agents.by_host) == ["a", "b"]
+    assert list(driver.job.agents) == ["a", "b"]
     assert driver.alive() == [("a", 0), ("a", 1), ("b", 0)]
 
 
@@ -164,7 +162,7 @@ def test_a_slot_is_filled_again_when_its_worker_has_ended_and_its_host_may_be_us
     assert len(driver.alive()) == 2
     driver.step(until)
     assert driver.alive() == [("a", 0), ("a", 1), ("b", 0)]
-    assert driver.ranks().keys() == {0, 1} and 3 in driver.job.table.alive
+    assert driver.ranks().keys() == {0, 1} and 3 in driver.job.ranks.alive
 
 
 def test_the_agent_of_a_removed_host_leaves_with_its_last_worker():
@@ -175,7 +173,7 @@ def test_the_agent_of_a_removed_host_leaves_with_its_last_worker():
     assert not b.orders("end")
     driver.exit(1, 1)
     driver.step(4.0)
-    assert b.orders("end") and "b" not in driver.job.agents.by_host
+    assert b.orders("end") and "b" not in driver.job.agents
 
 
 # ---- generations ----
@@ -184,17 +182,17 @@ def test_the_agent_of_a_removed_host_leaves_with_its_last_worker():
 def test_after_a_failure_the_others_are_told_once_and_form_the_next_generation():
     driver = trains("a:2", "b:1")
     a = driver.agent("a")
-    token = driver.generations.token
+    token = driver.job.generation_token
     driver.exit(0, -9)
     for now in (3.0, 4.0):
         driver.step(now)
     assert a.orders("broken") == [{"do": "broken", "token": token}] and driver.agent("b").orders("broken")
     driver.ready(1, why="failed")
     driver.step(5.0)
-    assert driver.generations.token == token
+    assert driver.job.generation_token == token
     driver.ready(2, why="failed")
     driver.step(6.0)
-    assert driver.generations.token != token and driver.ranks() == {1: 0, 2: 1}
+    assert driver.job.generation_token != token and driver.ranks() == {1: 0, 2: 1}
     assert a.orders("publish")[-1]["previous_size"] == 3 and a.orders("publish")[-1]["needs_sync"]
     assert driver.said[-1] == "generation 2: 2 ranks on a:1, b:1; before: 3."
 
@@ -204,14 +202,14 @@ def test_a_generation_waits_for_the_ports_of_the_host_of_its_rank_0():
     driver.exit(1, 1)
     driver.ready(0, why="failed")
     driver.step(3.0)
-    assert driver.generations.current.facts.number == 2
+    assert driver.job.generation == 2
     # The second failure comes before the agent has held new ports.
     driver.ready(0, why="failed")
     driver.step(4.0)
-    assert driver.generations.current.facts.number == 2
+    assert driver.job.generation == 2
     driver.spare_ports("a")
     driver.step(5.0)
-    assert driver.generations.current.facts.number == 3
+    assert driver.job.generation == 3
 
 
 def test_ranks_that_join_and_ranks_that_leave_are_announced_once_and_without_a_break():
@@ -276,7 +274,7 @@ def test_a_member_that_does_not_leave_a_broken_generation_is_killed(is_hung, lim
     driver = trains("a:2", "b:1", options="--min-np 1 --elastic-timeout 50")
     b = driver.agent("b")
     if is_hung:
-        driver.events.hung_s = 120.0
+        driver.job.current.hung = "no step has finished for 120 s"
     else:
         driver.exit(0, 1)
     driver.step(10.0)
@@ -290,14 +288,57 @@ def test_a_member_that_does_not_leave_a_broken_generation_is_killed(is_hung, lim
     assert "rank 2 on b did not leave generation 1 within" in driver.said[-1]
 
 
+@pytest.mark.parametrize("by_option", [False, True], ids=["by-its-own-limit", "--hang-timeout"])
+def test_a_rank_that_hangs_is_named_and_the_generation_is_left(by_option):
+    driver = trains("a:2", "b:1", options="--min-np 1" + " --hang-timeout 30" * by_option)
+    now = time.monotonic()
+    driver.hear("a", say="started", pids={0: 10, 1: 11})
+    driver.job.current.published_at = now - 60.0
+    driver.job.printed_at = now - 40.0
+    if not by_option:
+        driver.hear("b", say="status", idle_s=40.0, silent_s=40.0, is_training=True)
+    driver.check_for_hangs(now)
+    [asked] = driver.agent("a").orders("stacks")
+    assert asked["ranks"] == {"0": 0, "1": 1, "2": 2} and asked["may_abort"] is False
+    # While it is asked, and once it is to be left, it is not asked again.
+    driver.check_for_hangs(now + 1.0)
+    report = {"pid": 10, "step": 7, "phase": "", "detail": "", "main_thread": 0, "file_wait": "", "package": ""}
+    for number, state in ((0, "kernel"), (1, "stopped"), (2, "kernel")):
+        host = driver.job.ranks.alive[number].host
+        driver.hear(host, say="stacks", rank=number, state=state, waits_for="futex", **report)
+    driver.check_for_hangs(now + 2.0)
+    assert len(driver.agent("a").orders("stacks")) == 1
+    assert driver.said[-1].startswith("generation 1 hangs. ") and "rank 1 (a): stopped" in driver.said[-1]
+    driver.step(now + 2.0)
+    assert driver.agent("b").orders("broken") and not driver.job.is_ending
+    assert ": the ranks leave generation 1, and one that has not left within 20 s is killed." in driver.said[-1]
+    assert ("--hang-timeout" if by_option else "train.hang_after_s") in driver.said[-1]
+    # Without any of its ranks the job ends because of the hang.
+    for number in (0, 1, 2):
+        driver.exit(number, -9)
+    driver.step(now + 3.0)
+    assert driver.job.decision.final().exit_code == 134 and driver.job.decision.report.startswith("generation 1 hangs.")
+
+
+def test_ranks_that_wait_for_the_next_generation_do_not_hang():
+    driver = trains("a:2", options="--min-np 2 --hang-timeout 30")
+    driver.hear("a", say="started", pids={0: 10, 1: 11})
+    driver.exit(0, 1)
+    driver.ready(1, why="failed")
+    driver.step(3.0)
+    driver.job.printed_at = driver.job.current.published_at = 0.0
+    driver.check_for_hangs(time.monotonic())
+    assert not driver.agent("a").orders("stacks") and not driver.job.is_ending
+
+
 def test_the_job_ends_by_its_first_failure_if_no_member_is_left():
     driver = trains("a:2")
     driver.exit(1, 7)
     driver.step(3.0)
-    assert not driver.job.end.is_ending
+    assert not driver.job.is_ending
     driver.exit(0, 1)
     driver.step(4.0)
-    assert driver.job.end.decision.final() == Outcome(exit_code=7, failed_hosts=("a",), may_restart=False)
+    assert driver.job.decision.final() == Outcome(exit_code=7, failed_hosts=("a",), may_restart=False)
 
 
 def test_no_generation_after_the_reset_limit():
@@ -306,9 +347,9 @@ def test_no_generation_after_the_reset_limit():
         driver.ready(*driver.ranks(), why="failed")
         driver.step(float(number))
         driver.spare_ports("a")
-    assert driver.generations.current.facts.number == 2 and driver.job.end.is_ending
+    assert driver.job.generation == 2 and driver.job.is_ending
     assert driver.said[-1] == "no new generation: the ranks have changed 1 times (--reset-limit)."
-    assert driver.job.end.decision.final().exit_code == 255
+    assert driver.job.decision.final().exit_code == 255
 
 
 # ---- too few ranks ----
@@ -316,30 +357,30 @@ def test_no_generation_after_the_reset_limit():
 
 def test_too_few_ranks_are_reported_once_and_end_the_job_after_the_elastic_timeout():
     driver = Driver("a:2", options="--min-np 3 --elastic-timeout 50")
-    assert not driver.minimum.is_met(2, 3, 10.0)
-    assert not driver.minimum.is_met(2, 3, 60.0)
+    assert not is_enough(driver.job, 2, 3, 10.0)
+    assert not is_enough(driver.job, 2, 3, 60.0)
     assert len(driver.said) == 1 and "waiting for hosts for up to 50 s" in driver.said[0]
     # Enough for a moment: the next shortage has the whole time again.
-    assert driver.minimum.is_met(3, 3, 61.0)
-    assert not driver.minimum.is_met(2, 3, 70.0) and not driver.minimum.is_met(2, 3, 120.0)
-    assert len(driver.said) == 2 and not driver.job.end.is_ending
-    driver.minimum.is_met(2, 3, 120.1)
-    assert driver.said[-1].startswith("no new generation: 2 rank(s) can run, 3 are needed") and driver.job.end.is_ending
-    assert driver.job.end.decision.final().exit_code == 255
+    assert is_enough(driver.job, 3, 3, 61.0)
+    assert not is_enough(driver.job, 2, 3, 70.0) and not is_enough(driver.job, 2, 3, 120.0)
+    assert len(driver.said) == 2 and not driver.job.is_ending
+    is_enough(driver.job, 2, 3, 120.1)
+    assert driver.said[-1].startswith("no new generation: 2 rank(s) can run, 3 are needed") and driver.job.is_ending
+    assert driver.job.decision.final().exit_code == 255
 
 
 def test_too_few_ranks_after_a_failure_end_with_its_exit_code():
     driver = trains("a:2", options="--min-np 2 --elastic-timeout 50")
     driver.exit(1, 7)
-    driver.minimum.is_met(1, 2, 10.0)
-    driver.minimum.is_met(1, 2, 70.0)
-    assert driver.job.end.decision.final().exit_code == 7
+    is_enough(driver.job, 1, 2, 10.0)
+    is_enough(driver.job, 1, 2, 70.0)
+    assert driver.job.decision.final().exit_code == 7
 
 
 def test_too_few_ranks_are_no_news_while_a_host_is_being_connected_to():
     driver = Driver("a:2", options="--min-np 3")
-    driver.new_workers.open_agents(0.0)
-    assert not driver.minimum.is_met(0, 3, 1.0)
+    driver.step(0.0)
+    assert not is_enough(driver.job, 0, 3, 1.0)
     assert driver.said == []
 
 
@@ -348,30 +389,26 @@ def test_too_few_ranks_are_no_news_while_a_host_is_being_connected_to():
 
 def test_a_dismissed_worker_is_killed_if_it_stays_and_its_end_is_no_failure():
     driver = trains("a:2")
-    worker = driver.job.table.alive[1]
-    driver.leavers.dismiss([worker], "the job is finished")
-    driver.leavers.kill_late(worker.since + 10.0)
+    worker = driver.job.ranks.alive[1]
+    dismiss(driver.job, [worker], "the job is finished")
+    driver.step(worker.since + 10.0)
     assert not driver.agent("a").orders("kill")
     late = worker.since + 10.1
-    driver.leavers.kill_late(late)
-    driver.leavers.kill_late(late + 0.1)
+    driver.step(late)
+    driver.step(late + 0.1)
     assert driver.agent("a").orders("kill") == [{"do": "kill", "workers": [1]}]
     driver.exit(1, -9)
-    assert driver.events.first_failure is None
+    assert driver.job.first_failure is None
 
 
 # ---- hosts ----
-
-
-def discovery(driver: Driver, *answers: DiscoveryAnswer) -> HostUpdates:
-    return HostUpdates(SimpleNamespace(name="hosts.sh", news=lambda: answers), driver.job)
 
 
 def test_hosts_that_come_and_go_are_named_but_not_those_of_the_start():
     driver = Driver()
     first = DiscoveryAnswer((Host(name="a", slots=2), Host(name="b", slots=2)))
     second = DiscoveryAnswer((Host(name="a", slots=1), Host(name="c", slots=4)))
-    discovery(driver, first, second).take()
+    update_hosts(driver.job, "hosts.sh", [first, second])
     assert list(driver.job.hosts.listed) == ["a", "c"]
     assert driver.said == [
         "c:4 was added; new ranks there join at the next commit.",
@@ -382,8 +419,8 @@ def test_hosts_that_come_and_go_are_named_but_not_those_of_the_start():
 
 def test_a_discovery_that_fails_ends_the_job_only_before_it_has_named_hosts():
     driver = Driver("a:1")
-    discovery(driver, DiscoveryAnswer(problem="it ended with exit code 1")).take()
-    assert not driver.job.end.is_ending and driver.said[-1].endswith("its last good answer stands.")
+    update_hosts(driver.job, "hosts.sh", [DiscoveryAnswer(problem="it ended with exit code 1")])
+    assert not driver.job.is_ending and driver.said[-1].endswith("its last good answer stands.")
     driver = Driver()
-    discovery(driver, DiscoveryAnswer(problem="it printed no host")).take()
-    assert driver.job.end.decision.final().exit_code == 2
+    update_hosts(driver.job, "hosts.sh", [DiscoveryAnswer(problem="it printed no host")])
+    assert driver.job.decision.final().exit_code == 2

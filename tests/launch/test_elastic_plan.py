@@ -5,9 +5,11 @@ import signal
 
 import pytest
 
-from megaclass_launch.elastic import discovery
-from megaclass_launch.elastic.discovery import HostTable, hosts_from_script, parse_lines
-from megaclass_launch.elastic.generation import Generation, WorkerRecord, chosen, publication, worlds_of
+from megaclass_launch.driver import discovery
+from megaclass_launch.driver.discovery import HostTable, hosts_from_script, parse_lines
+from megaclass_launch.driver.generations import chosen, publication, worlds_by_worker
+from megaclass_launch.driver.job import Generation
+from megaclass_launch.driver.rank_table import WorkerRecord
 from megaclass_launch.elastic.worker import Why
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
@@ -33,11 +35,11 @@ def test_survivors_keep_their_order_and_new_ranks_follow_on_each_host():
 
 def test_a_process_keeps_its_gpu():
     members = chosen([worker(1, "a", 1, rank=1), worker(2, "a", 2, rank=2), worker(6, "a", 0)], 9, ["a"])
-    worlds = worlds_of(members)
+    worlds = worlds_by_worker(members)
     assert {number: world.local_rank for number, world in worlds.items()} == {1: 1, 2: 2, 6: 0}
     assert {number: world.rank for number, world in worlds.items()} == {1: 0, 2: 1, 6: 2}
     assert {world.local_size for world in worlds.values()} == {3}
-    two = worlds_of([worker(0, "a", 0), worker(1, "a", 1), worker(2, "b", 0)])
+    two = worlds_by_worker([worker(0, "a", 0), worker(1, "a", 1), worker(2, "b", 0)])
     assert [(w.cross_rank, w.cross_size) for w in two.values()] == [(0, 2), (0, 1), (1, 2)]
 
 

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from megaclass_launch.driver.agent_pipe import PipeState
 from megaclass_launch.driver.hang_watch import HangWatch
-from megaclass_launch.driver.outcome import OutcomeDecision, Reason
-from megaclass_launch.driver.rank_table import RankTable
+from megaclass_launch.driver.job import JobState
+from megaclass_launch.driver.outcome import Reason
+from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.exit_codes import EXIT_HUNG
 from megaclass_launch.hang.stacks import LookClock, RankReport
 from megaclass_launch.hang.verdict import find_verdict
 from megaclass_launch.hosts import Host
-from megaclass_launch.placement import place_ranks
+from megaclass_launch.options import parse_options
 from megaclass_launch.rank_status import OwnStatus, StatusPage
 
 LIB = "/usr/lib/python3.12"
@@ -223,27 +225,27 @@ def test_a_single_process_that_waits_in_a_collective_waits_for_nobody():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another(waits):
-    said, sent, ends = [], [], []
-    table = RankTable(place_ranks([Host(name="h1", slots=2)], 2))
-    table.pids = {0: 10, 1: 11}
-    decision = OutcomeDecision()
-    end = SimpleNamespace(decision=decision, is_ending=False, end=lambda outcome: ends.append(outcome.exit_code))
-    pipes = SimpleNamespace(all=[], send=sent.append, is_paused=False)
-    output = SimpleNamespace(folder=None, write_stacks=lambda *_: None)
-    io = SimpleNamespace(messages=SimpleNamespace(say=said.append, detail=lambda text: None), output=output)
-    watch = HangWatch([], pipes, table, end, io, hang_timeout_s=0.0)
-    agent = SimpleNamespace(name="h1")
+    said = []
+    messages = SimpleNamespace(say=said.append, detail=lambda text: None)
+    io = SimpleNamespace(messages=messages, output=SimpleNamespace(folder=None, write_stacks=lambda *_: None))
+    job = JobState(parse_options(["-np", "2", "true"]), SshSettings(), io, [Host(name="h1", slots=2)])
+    job.ranks.note_pids({0: 10, 1: 11})
+    agent = SimpleNamespace(name="h1", is_over=False, state=PipeState.RUNNING)
+    job.opened.append(agent)
+    watch = HangWatch(job)
     for _ in range(2):
         watch.note(agent, {"say": "status", "idle_s": 60.0, "silent_s": 60.0, "is_training": True}, b"")
         watch.check(time.monotonic())
-        assert sent[-1]["may_abort"] is False, "a rank that cannot be asked is not ended by the question"
+        if not job.is_ending:
+            [asked] = [order.message for order in job.take_orders()]
+            assert asked["may_abort"] is False, "a rank that cannot be asked is not ended by the question"
         for found in (report(0, READS, waits_for="read of /data/0.jpg"), report(1, GATHER if waits else OWN)):
             fields = {name: getattr(found, name) for name in ("rank", "pid", "state", "waits_for", "package")}
             watch.note(agent, {"say": "stacks", **fields}, found.stacks.encode())
-        end.is_ending = decision.is_ending
     if waits:
-        assert ends == [EXIT_HUNG] and decision.reason is Reason.FAULT
+        assert job.decision.reason is Reason.FAULT and job.decision.final().exit_code == EXIT_HUNG
+        assert [order.message["do"] for order in job.take_orders()] == ["end"]
     else:
-        assert not ends and decision.reason is Reason.NONE
+        assert job.decision.reason is Reason.NONE
         [told] = said
         assert "no step has finished for 60 s; the job continues, because no rank is seen to wait" in told

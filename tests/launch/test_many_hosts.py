@@ -10,13 +10,13 @@ import pytest
 FAKE_SSH = r"""#!/bin/sh
 read -r job
 token=${job#*\"token\":\"}; token=${token%%\"*}
-rank=${job#*\"rank\":}; rank=${rank%%,*}
+rank=${job#*\"host\":\"host-}; rank=${rank%%\"*}
 say() { printf '%s\n' "$1"; }
 say "megaclass-agent $token"
 say '{"say":"hello","pid":1,"port":1234,"ssh":"10.0.0.1 1 10.0.0.2 22","versions":{"Python":"3.11"}}'
 while read -r line; do
   case $line in
-    *'"go"'*)
+    *'"start"'*)
       say "{\"say\":\"started\",\"pids\":{\"$rank\":7}}"
       printf '{"say":"output","rank":%s,"stream":"stdout","size":3}\nhi\n' "$rank"
       sleep ${FAKE_S}

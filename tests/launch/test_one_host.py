@@ -458,9 +458,9 @@ def test_an_interrupt_between_two_starts_ends_the_run(run, script):
 def test_restarts_stop_after_three_starts_without_progress(run, tmp_path, steps, num_restarts, reason):
     program = tmp_path / "job.py"
     program.write_text(
-        "import os, sys\nfrom megaclass_launch.restart_progress import report_progress\n"
+        "import os, sys\nfrom megaclass_launch.rank_status import own_status\n"
         f"step = dict(enumerate({steps})).get(int(os.environ['MEGACLASS_RESTART']))\n"
-        "if step is not None: report_progress(step)\n"
+        "if step is not None: own_status().checkpoint(step)\n"
         "sys.exit(6)\n"
     )
     done = run("-np", "1", "--restarts", "20", "sh", "-c", f"{sys.executable} {program}", timeout_s=250)

@@ -31,7 +31,7 @@ from megaclass.errors import CheckpointError
 from megaclass.head.centres import class_range
 from megaclass_launch.errors import UserError, is_transient
 from megaclass_launch.messages import messages_on_stderr
-from megaclass_launch.restart_progress import FD_NAME, ProgressFile, report_progress
+from megaclass_launch.rank_status import FD_NAME, StatusPage, own_status
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 11
@@ -69,20 +69,32 @@ def steps(checkpoints):
     return [int(path.name.removeprefix("step-")) for path in sorted(checkpoints.glob("step-*"))]
 
 
-def test_a_published_checkpoint_is_reported_to_the_agent_that_keeps_the_rank(tmp_path, monkeypatch):
-    mark = ProgressFile()
-    monkeypatch.setenv(FD_NAME, str(mark.fileno()))
+@pytest.fixture
+def rank_page(monkeypatch):
+    """rank_page(number): the process reports to the file of this number, as a rank does to that of its agent."""
+
+    def report_to(number: int) -> None:
+        monkeypatch.setenv(FD_NAME, str(number))
+        own_status.cache_clear()
+
+    yield report_to
+    own_status.cache_clear()
+
+
+def test_a_published_checkpoint_is_reported_to_the_agent_that_keeps_the_rank(tmp_path, rank_page):
+    page = StatusPage()
+    rank_page(page.fileno())
+    assert page.read().checkpoint_step == -1
     with writer_for(tmp_path) as writer:
         writer.save(snapshot_at(3))
         writer.save(snapshot_at(7))
-    assert mark.step() == 7
-    mark.close()
+    assert page.read().checkpoint_step == 7
 
 
-def test_a_step_is_never_written_into_another_file_that_has_the_number(tmp_path, monkeypatch):
+def test_a_step_is_never_written_into_another_file_that_has_the_number(tmp_path, rank_page):
     with (tmp_path / "other").open("w+b") as other:
-        monkeypatch.setenv(FD_NAME, str(other.fileno()))
-        report_progress(7)
+        rank_page(other.fileno())
+        own_status().checkpoint(7)
     assert (tmp_path / "other").read_bytes() == b""
 
 

@@ -124,7 +124,8 @@ def test_a_run_on_rectangles_is_trained_resumed_evaluated_and_embedded_alike(mix
     assert train(mixed, run, *settings) == 0
     said = capfd.readouterr().err
     line = (
-        "the model takes images of 48 × 32 pixels, from data.size; 24 of all 32 images have another size and are fitted"
+        "the model takes images of 48 × 32 (width × height) pixels, from data.size; 24 of all 32 images have another size "
+        "and are fitted"
     )
     assert f"{line} (data.fit=pad), 24 of these get black borders." in said
     assert "48 of 64 images had another size and were fitted to 48 × 32 (data.fit = pad)" in said
@@ -157,9 +158,10 @@ def test_the_size_of_the_first_image_is_said_and_a_rectangle_must_be_asked_for(m
     (mixed / "0" / "0.png").write_bytes((mixed / "3" / "3.png").read_bytes())
     assert train(mixed, tmp_path / "other") == 2
     assert (
-        "have 48 × 32 pixels, which is not a square. Set the input size: data.size=112 with" in capfd.readouterr().err
+        "have 48 × 32 (width × height) pixels, which is not a square. Set the input size: data.size=112 with"
+        in capfd.readouterr().err
     )
     Image.new("RGB", (41, 27)).save(mixed / "0" / "0.png")
     assert train(mixed, tmp_path / "other") == 2
-    [proposed] = re.findall(r"or (data\.size=\S+) for rectangles", capfd.readouterr().err)
+    [proposed] = re.findall(r"or (data\.size=\S+), height first", capfd.readouterr().err)
     assert proposed == "data.size=[32,48]" and train(mixed, tmp_path / "other", proposed) == 0

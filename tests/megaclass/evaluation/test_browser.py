@@ -60,6 +60,14 @@ found.unsmoothed = JSON.stringify(slide(0)) === JSON.stringify(singles);
 const heights = (path) => path.split(/[ML]/).filter(Boolean).map((point) => Number(point.split(" ")[1]));
 const spread = (path) => Math.max(...heights(path)) - Math.min(...heights(path));
 found.spreads = [slide(0).map(spread), slide(20).map(spread)];
+const table = document.querySelector("table.sortable");
+const head = [...table.querySelectorAll("th button")].find((button) => button.textContent === "agedb_30");
+const column = [...table.querySelectorAll("th button")].indexOf(head);
+const numbers = () => [...table.tBodies[0].rows].map((row) => Number(row.querySelectorAll("td")[column].dataset.number));
+head.click();
+found.sorted = [numbers()];
+head.click();
+found.sorted.push(numbers());
 found.width = [document.documentElement.scrollWidth, window.innerWidth];
 found.background = getComputedStyle(document.body).backgroundColor;
 const said = document.createElement("pre");
@@ -140,6 +148,8 @@ def test_images_are_shown_and_tabs_and_legend_work(page):
     )
     assert found["values_after"] == ""
     assert found["smoothing_shown"] and found["unsmoothed"], "at its left end the slider shows the values themselves"
+    falling, rising = found["sorted"]
+    assert falling == sorted(falling, reverse=True) and rising == sorted(rising) and len(set(falling)) == 2
     assert len(found["spreads"][0]) == 2, "a mean per run"
     assert all(wide < raw for raw, wide in zip(*found["spreads"], strict=True)), "means over more values are flatter"
 

@@ -8,14 +8,18 @@ import pytest
 from megaclass.evaluation.report.charts import (
     NARROW,
     WIDE,
+    Figure,
     Series,
-    fixed_axis,
-    histogram_chart,
-    line_chart,
+    histogram,
     linear_axis,
     log_axis,
     smoothed,
 )
+from megaclass.evaluation.report.templates import environment
+
+
+def svg_of(figure: Figure) -> str:
+    return str(environment().get_template("evaluation/report/charts.html.j2").module.chart(figure))
 
 
 def _tick_texts(axis):
@@ -60,6 +64,11 @@ def test_a_tight_axis_ends_on_the_values():
     assert _tick_texts(axis) == ["250", "500", "750", "1,000"]
 
 
+def test_ticks_at_a_given_distance_may_extend_the_axis():
+    axis = linear_axis("cosine", [-0.55, 1.0], step=0.2)
+    assert _tick_texts(axis) == ["−0.6", "−0.4", "−0.2", "0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+
+
 def test_a_log_axis_has_a_tick_at_each_power_of_ten():
     axis = log_axis("far", 1 / 1500, 1.0)
     assert _tick_texts(axis) == ["10⁻³", "10⁻²", "10⁻¹", "1"]
@@ -71,14 +80,9 @@ def test_a_log_axis_has_a_tick_at_each_power_of_ten():
 @pytest.mark.parametrize("size", [WIDE, NARROW])
 def test_lines_lie_inside_the_drawing_where_their_values_are(size):
     xs = [0.0, 1.0, 2.0]
-    svg = line_chart(
-        [Series(name="a", xs=xs, ys=[0.0, 1.0, 0.5])],
-        fixed_axis("x", xs),
-        fixed_axis("y", [0, 0.5, 1]),
-        title="t",
-        size=size,
-    )
-    ((first, second, third),) = _points(svg)
+    line = Series(name="a", xs=xs, ys=[0.0, 1.0, 0.5])
+    figure = Figure(title="t", lines=[line], x=linear_axis("x", xs), y=linear_axis("y", [0, 1], step=0.5), size=size)
+    ((first, second, third),) = _points(svg_of(figure))
     assert first[0] < second[0] < third[0] <= size[0]
     assert second[0] == pytest.approx((first[0] + third[0]) / 2, abs=0.1)
     assert first[1] > third[1] > second[1] >= 0  # the y of a drawing points down
@@ -86,13 +90,9 @@ def test_lines_lie_inside_the_drawing_where_their_values_are(size):
 
 
 def test_a_value_that_is_not_finite_leaves_a_gap():
-    svg = line_chart(
-        [Series(name="a", xs=[0, 1, 2, 3, 4], ys=[math.nan, 1.0, math.inf, 0.5, 0.2])],
-        linear_axis("x", [0, 4]),
-        linear_axis("y", [0, 1]),
-        title="t",
-    )
-    path = ElementTree.fromstring(svg).find("path").get("d")
+    line = Series(name="a", xs=[0, 1, 2, 3, 4], ys=[math.nan, 1.0, math.inf, 0.5, 0.2])
+    figure = Figure(title="t", lines=[line], x=linear_axis("x", [0, 4]), y=linear_axis("y", [0, 1]))
+    path = ElementTree.fromstring(svg_of(figure)).find("path").get("d")
     assert (path.count("M"), path.count("L")) == (2, 1)
 
 
@@ -100,10 +100,8 @@ def test_thinning_a_long_line_keeps_its_spikes_and_ends():
     ys = [0.0] * 100_000
     ys[61_803] = 1.0
     xs = list(range(len(ys)))
-    svg = line_chart(
-        [Series(name="a", xs=xs, ys=ys)], linear_axis("x", xs, is_tight=True), fixed_axis("y", [0, 1]), title="t"
-    )
-    (points,) = _points(svg)
+    x, y = linear_axis("x", xs, is_tight=True), linear_axis("y", [0, 1])
+    (points,) = _points(svg_of(Figure(title="t", lines=[Series(name="a", xs=xs, ys=ys)], x=x, y=y)))
     assert len(points) < 4 * WIDE[0]
     heights = [y for _, y in points]
     assert heights.count(min(heights)) == 1
@@ -113,16 +111,16 @@ def test_thinning_a_long_line_keeps_its_spikes_and_ends():
 def test_the_outline_of_a_histogram_has_the_heights_of_its_bins():
     shares = np.array([0.75, 0.25])
     edges = np.array([0.0, 0.5, 1.0])
-    svg = histogram_chart([("series-0", shares)], edges, fixed_axis("x", [0, 0.5, 1]), title="t", marker=0.5)
-    (outline,) = _points(svg)
+    figure = histogram("t", [("series-0", shares)], edges, linear_axis("x", [0, 1], step=0.5), marker=0.5)
+    (outline,) = _points(svg_of(figure))
     assert len(outline) == 6
     base, high, low = outline[0][1], outline[1][1], outline[3][1]
     assert (base - high) == pytest.approx(3 * (base - low), abs=0.3)  # 75 % and 25 %
 
 
 def test_titles_and_labels_are_escaped():
-    svg = line_chart([], fixed_axis("<x>", [0, 1]), fixed_axis("a & b", [0, 1]), title='"quoted" <title>')
-    drawing = ElementTree.fromstring(svg)
+    x, y = linear_axis("<x>", [0, 1]), linear_axis("a & b", [0, 1])
+    drawing = ElementTree.fromstring(svg_of(Figure(title='"quoted" <title>', x=x, y=y)))
     assert drawing.get("aria-label") == '"quoted" <title>'
     assert {"<x>", "a & b"} <= {element.text for element in drawing.iter("text")}
 

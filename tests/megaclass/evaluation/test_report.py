@@ -14,14 +14,10 @@ from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.pairs import result_of_pairs
 from megaclass.evaluation.protocols.verification import ScoredPairs, verify_distances
-from megaclass.evaluation.report.curves import time_parts
-from megaclass.evaluation.report.page import (
-    ModelReport,
-    ReportData,
-    render_report,
-    script_digest,
-    write_report,
-)
+from megaclass.evaluation.report.curves import passed_s, time_parts
+from megaclass.evaluation.report.from_runs import ModelReport, ReportData
+from megaclass.evaluation.report.page import comparison, render_report, script_digest, write_report
+from megaclass.phases import PHASES
 
 _NUM_PAIRS = 60
 _VOID = {"meta", "img", "br", "link", "hr", "input"}
@@ -102,7 +98,8 @@ def _report() -> ReportData:
             "loss": 9.0 / (1 + step),
             "learning_rate": 0.1,
             "images_per_second": 900.0 + step,
-            "data_wait_share": 0.25,
+            **{f"{phase}_s": 0.5 * (phase == "data") for phase in PHASES},
+            "forward_s": 1.0,
             "elapsed_s": 2.0 * step,
         }
         for step in range(50)
@@ -185,7 +182,8 @@ def test_numbers_of_all_sets_and_models_stand_beside_each_other():
     low, high = report.models[0].results[0].numbers["tar_at_far_95"]["1e-1"]
     assert f"[{100 * low:.1f}, {100 * high:.1f}]" in words
     assert "17.25" in words
-    assert "TAR at FAR 1e-6 not measurable not measurable" in words
+    assert "not measurable" not in words, "rows without a number are named in a sentence"
+    assert re.search(r"Not measurable with so few images: [^.]*TAR at FAR 1e-6\.", words)
     assert "rank-1 90.00 %" in words
     assert "90.00 % [74.0, 97.0]" in words
 
@@ -259,20 +257,65 @@ def test_each_of_several_models_is_told_by_what_its_own_training_data_was():
 
 
 def test_evaluation_has_its_own_part_of_the_time():
+    phases = {f"{phase}_s": 0.0 for phase in PHASES} | {"forward_s": 0.3}
     rows = [
-        {"elapsed_s": 10.0, "data_wait_share": 0.5, "evaluation_s": 6.0},
-        {"elapsed_s": 12.0, "data_wait_share": 0.0},
+        {"step": 10, "elapsed_s": 10.0, "evaluation_s": 6.0, **phases},
+        {"step": 20, "elapsed_s": 12.0, **phases},
     ]
-    assert time_parts(rows) == {"computing": 4.0, "waiting for data": 2.0, "evaluating": 6.0}
+    # The clocks of the ranks add up to 3 s in the last two seconds of rank 0.
+    assert time_parts(rows) == pytest.approx({"forward": 5.0, "evaluating": 6.0, "saving and other": 1.0})
 
 
 def test_where_time_went_adds_up():
     # 98 s in all, a quarter of it waiting.
     parts = time_parts(_report().models[0].metrics)
-    assert parts == {"computing": pytest.approx(73.5), "waiting for data": pytest.approx(24.5)}
-    assert "computing 73.5 s (75%) waiting for data 24.5 s (25%)" in Page(render_report(_report())).words()
-    resumed = [{"elapsed_s": 10.0}, {"elapsed_s": 4.0}, {"step": 1}]
-    assert time_parts(resumed) == {"computing": 14.0}
+    assert parts == pytest.approx({"data": 24.5, "forward": 49.0, "saving and other": 24.5})
+    words = Page(render_report(_report())).words()
+    assert "waiting for data 24.5 s (25%) forward 49.0 s (50%) saving and other 24.5 s (25%)" in words
+
+
+def test_the_duration_of_a_resumed_run_is_the_sum_of_its_parts():
+    rows = [{"step": 10, "elapsed_s": 10.0}, {"step": 20, "elapsed_s": 4.0}, {"step": 20, "verification_accuracy": 0.5}]
+    assert sum(passed_s(rows)) == 14.0
+    # Its first row after the resume came later than the last one before.
+    slow_start = [{"step": 10, "elapsed_s": 10.0}, {"step": 20, "elapsed_s": 13.0}, {"step": 30, "elapsed_s": 15.0}]
+    resumed = [{"event": "start", "step": 0}, {"event": "resume", "step": 10}]
+    assert sum(passed_s(slow_start, resumed)) == 25.0
+    assert sum(passed_s(slow_start)) == 15.0
+    # A later resume from an earlier checkpoint took back what the one at step 15 had added.
+    twice = [{"event": "resume", "step": 15}, {"event": "resume", "step": 10}]
+    assert passed_s(slow_start, twice) == [10.0, 13.0, 2.0]
+
+
+def test_several_runs_are_rows_of_one_table_with_results_speed_and_the_settings_that_differ():
+    runs = [
+        dataclasses.replace(
+            _report().models[0],
+            name=name,
+            results=[_pairs("lfw", gap, 5)],
+            facts={"Final loss": loss, "Ranks": "2"},
+            config_text=f"[optimizer]\nlr = {lr}\nmomentum = 0.9\n[train]\nrun_dir = '{name}'\n",
+        )
+        for name, gap, loss, lr in (("a", 0.2, "1,234.5", 0.1), ("b", 0.4, "9.25", 0.2), ("c", 0.3, "–", 0.2))
+    ]
+    table = comparison(runs)
+    assert table["columns"] == ["lfw", "Final loss", "optimizer.lr"], "what is the same in all runs is left out"
+    by_name = {name: dict(zip(table["columns"], cells, strict=True)) for name, cells in table["rows"]}
+    assert [name for name, cells in by_name.items() if cells["lfw"][2]] == ["b"], "the best is marked"
+    assert [cells["Final loss"][1] for cells in by_name.values()] == [1234.5, 9.25, None]
+    assert comparison(runs[:1]) == {}
+    html = render_report(dataclasses.replace(_report(), models=runs))
+    page = Page(html)
+    assert [one.get("class") for name, one in page.seen if name == "table"].count("sortable") == 1
+    assert "Runs compared" in page.words() and "All sets" not in page.words()
+
+
+def test_the_model_stands_out_from_its_baseline_and_its_number_is_explained():
+    html = render_report(_report())
+    assert html.count('class="tile"') == 1 and html.count('class="tile baseline"') == 1
+    accuracy = _report().models[0].results[0].numbers["accuracy"]
+    said = f"the model says correctly in {accuracy:.1%} of cases whether both are of the same identity; guessing is right in"
+    assert f"{said} 50%." in Page(html).words()
 
 
 def test_text_from_outside_stays_text():

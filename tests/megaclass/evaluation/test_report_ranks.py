@@ -20,12 +20,13 @@ def row(step: int, slow: float = 1.0, size: int = 4):
 
 def test_the_heat_map_shows_which_rank_was_slow_and_when(tmp_path):
     rows = [row(step, slow=1.6 if 40 <= step <= 60 else 1.0) for step in range(20, 120, 20)]
-    svg = str(heat_map(rank_rows(rows)))
-    assert svg.count("<rect") == 4 * 5
-    assert re.findall(r'class="heat-([1-5])"[^>]*><title>([^<]*)', svg) == [
-        ("4", "rank 2, step 40: 1.60 × the median, most in data"),
-        ("4", "rank 2, step 60: 1.60 × the median, most in data"),
+    lines = heat_map(rank_rows(rows))
+    assert [(name, len(cells)) for name, cells in lines] == [(f"rank {rank}", 5) for rank in range(4)]
+    hot = [
+        (4, "rank 2, step 40: 1.60 × the median, most in data"),
+        (4, "rank 2, step 60: 1.60 × the median, most in data"),
     ]
+    assert [cell for _, cells in lines for cell in cells if cell[0]] == hot
     run = tmp_path / "run"
     (run / "profile").mkdir(parents=True)
     (run / "profile" / "rank-0.trace.json").write_text("{}")
@@ -34,6 +35,8 @@ def test_the_heat_map_shows_which_rank_was_slow_and_when(tmp_path):
     page = (tmp_path / "report.html").read_text()
     text = "In 2 of 5 reports one of the 4 ranks was more than 20 % slower than the others; most often rank 2, in data (2)."
     assert text in page
+    assert page.count('<rect class="heat-') == 4 * 5
+    assert re.findall(r'class="heat-4"[^>]*><title>([^<]*)', page) == [words for _, words in hot]
     assert '<a href="run/profile/rank-0.trace.json">rank-0.trace.json</a>' in page
 
 
@@ -49,8 +52,8 @@ def test_anything_else_in_place_of_the_table_is_left_out(tmp_path, table):
 
 def test_many_ranks_and_rows_are_grouped_by_their_worst_and_the_number_of_ranks_may_change():
     rows = [row(step, slow=3.0 if step == 7 else 1.0, size=200 if step > 100 else 100) for step in range(300)]
-    svg = str(heat_map(rank_rows(rows)))
-    assert svg.count("<rect") == 64 * 96
-    assert svg.count('class="heat-5"') == 1
-    assert "rank 2, step 7: 3.00 × the median" in svg
-    assert "no such rank then" in svg
+    lines = heat_map(rank_rows(rows))
+    assert [len(cells) for _, cells in lines] == [96] * 64
+    cells = [cell for _, line in lines for cell in line]
+    assert [words for level, words in cells if level == 5] == ["rank 2, step 7: 3.00 × the median, most in data"]
+    assert (0, "no such rank then") in cells

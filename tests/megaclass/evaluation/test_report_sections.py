@@ -14,8 +14,8 @@ from megaclass.errors import DataError
 from megaclass.evaluation.centres import centres_in_memory
 from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.curves import curves_of
-from megaclass.evaluation.report.from_runs import report_of_runs
-from megaclass.evaluation.report.page import ModelReport, ReportData, render_report
+from megaclass.evaluation.report.from_runs import ModelReport, ReportData, report_of_runs
+from megaclass.evaluation.report.page import render_report
 from megaclass.evaluation.report.sets import operating_points
 from megaclass.evaluation.training_images import (
     FILE,
@@ -64,9 +64,9 @@ def test_two_runs_are_compared_by_the_settings_that_differ_and_all_that_was_meas
         for name, text in zip(("a", "b"), configs, strict=True)
     ]
     html = render_report(ReportData(title="two", models=models))
-    table = re.search(r'<section id="differences">.*?</section>', html, re.DOTALL)[0]
-    cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", table)
-    assert cells == ["", "a", "b", "head.scale", "64.0", "32.0", "head.m1", "–", "1.0"]
+    table = re.search(r'<section id="comparison">.*?</section>', html, re.DOTALL)[0]
+    cells = re.findall(r"<(?:t[dh]|button)[^>]*>([^<]+)</(?:t[dh]|button)>", table)
+    assert cells == ["head.scale", "head.m1", "a", "64.0", "–", "b", "32.0", "1.0"]
     drawn = re.findall(r'<svg [^>]*aria-label="([^"]+)"', html)
     assert {"Cosine with the own centre", "Gradient norm of the centres", "Skipped steps"} <= set(drawn)
     assert html.count(">epoch</text>") == len(drawn), "every curve over steps has a scale in epochs"
@@ -74,7 +74,7 @@ def test_two_runs_are_compared_by_the_settings_that_differ_and_all_that_was_meas
     skipped = re.search(r'<svg [^>]*aria-label="Skipped steps"[^>]*>', html)[0]
     assert 'data-y="0 20 ' in skipped
     anchors = re.findall(r'<a href="#([\w-]+)">', html)
-    assert anchors == ["run", "differences", "training", "configuration"]
+    assert anchors == ["comparison", "run", "training", "configuration"]
     assert all(f'id="{anchor}"' in html for anchor in anchors)
 
 

@@ -11,10 +11,11 @@ import torch
 
 from megaclass.config.schema import HeadConfig
 from megaclass.evaluation.report.curves import HealthyRange, cosine_range, gradient_range
-from megaclass.evaluation.report.from_runs import report_of_runs
-from megaclass.evaluation.report.page import ModelReport, render_report
+from megaclass.evaluation.report.from_runs import ModelReport, report_of_runs
+from megaclass.evaluation.report.page import render_report
 from megaclass.evaluation.report.ranks import time_line, time_line_picture
-from megaclass.evaluation.report.verdict import RULES, History, RunFinding, verdict
+from megaclass.evaluation.report.templates import environment
+from megaclass.evaluation.report.verdict import RULES, verdict
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -29,10 +30,6 @@ def made_runs() -> Any:
 
 def read(folder: Path) -> ModelReport:
     return report_of_runs([folder], device=torch.device("cpu")).models[0]
-
-
-def verdict_on(run: ModelReport) -> list[RunFinding]:
-    return verdict(History(run.metrics, run.events, run.rank_rows, run.cosines))
 
 
 # What a reader must find in the sentence about each run, which make_runs.py trained.
@@ -54,7 +51,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("name", SENTENCES)
 def test_each_rule_speaks_on_a_run_that_shows_it_and_no_other_does(name: str) -> None:
-    found = verdict_on(read(RECORDED / "runs" / name))
+    found = verdict(read(RECORDED / "runs" / name))
     assert [one.rule for one in found] == [made_runs().RUNS[name].rule]
     assert re.search(SENTENCES[name], found[0].text), found[0].text
 
@@ -74,7 +71,7 @@ def test_a_run_trained_now_shows_the_same_rule(name: str, tmp_path: Path) -> Non
     script.KEPT = tmp_path
     script.make(name, script.RUNS[name])
     # A busy machine may add that it waited for data or that a rank was slow.
-    assert script.RUNS[name].rule in [one.rule for one in verdict_on(read(tmp_path / name))]
+    assert script.RUNS[name].rule in [one.rule for one in verdict(read(tmp_path / name))]
 
 
 def rows(losses: list[float | None], **columns: Any) -> list[dict[str, Any]]:
@@ -85,8 +82,8 @@ FALLING = [40 * 0.9**i + 2 for i in range(40)]
 NEEDED = HealthyRange(0.4, 1.0, "")
 
 
-def rules_of(*arguments: Any) -> list[str]:
-    return [one.rule for one in verdict(History(*arguments))]
+def rules_of(metrics: Any, events: Any = (), cosines: HealthyRange | None = None) -> list[str]:
+    return [one.rule for one in verdict(ModelReport(name="run", metrics=metrics, events=events, cosines=cosines))]
 
 
 def test_a_falling_noisy_loss_is_healthy_and_a_few_rows_are_not_judged() -> None:
@@ -98,11 +95,11 @@ def test_a_falling_noisy_loss_is_healthy_and_a_few_rows_are_not_judged() -> None
 def test_a_low_cosine_is_a_finding_after_the_end_only_and_good_weights_need_no_falling_loss() -> None:
     start, end = {"time": 1.0, "event": "start", "step": 0}, {"time": 2.0, "event": "end", "outcome": "finished"}
     low = rows(FALLING, target_cosine=0.1)
-    assert rules_of(low, [start, end], (), NEEDED) == ["low cosine"]
-    assert rules_of(low, [start], (), NEEDED) == ["healthy"], "it still rises while the run goes on"
+    assert rules_of(low, [start, end], NEEDED) == ["low cosine"]
+    assert rules_of(low, [start], NEEDED) == ["healthy"], "it still rises while the run goes on"
     tuned = rows([5.0] * 40, target_cosine=0.6)
-    assert rules_of(tuned, [start, end], (), NEEDED) == ["healthy"]
-    assert rules_of(tuned, [start, end], ()) == ["flat loss"]
+    assert rules_of(tuned, [start, end], NEEDED) == ["healthy"]
+    assert rules_of(tuned, [start, end]) == ["flat loss"]
 
 
 def test_an_accuracy_that_falls_with_the_loss_is_overfitting_and_one_that_wavers_is_not() -> None:
@@ -113,7 +110,10 @@ def test_an_accuracy_that_falls_with_the_loss_is_overfitting_and_one_that_wavers
         return found
 
     assert rules_of(run(0.8, 0.9, 0.85, 0.84)) == ["overfitting"]
-    assert "fell from 90.0% at step 400 to 84.0%" in verdict(History(run(0.8, 0.9, 0.85, 0.84)))[0].text
+    assert (
+        "fell from 90.0% at step 400 to 84.0%"
+        in verdict(ModelReport(name="run", metrics=run(0.8, 0.9, 0.85, 0.84)))[0].text
+    )
     assert rules_of(run(0.8, 0.9, 0.85, 0.89)) == ["healthy"]
 
 
@@ -150,16 +150,22 @@ def test_a_long_time_line_keeps_its_beginning_and_end() -> None:
     assert time_line([]) == []
 
 
+def draw(events: Any) -> str:
+    return str(
+        environment().get_template("evaluation/report/charts.html.j2").module.time_line(time_line_picture(events))
+    )
+
+
 def test_the_picture_of_the_events_has_a_lane_per_kind_and_marks_what_went_wrong() -> None:
     events = read(RECORDED / "runs" / "slow-rank").events
-    picture = str(time_line_picture(events))
+    picture = draw(events)
     lanes = {event["event"] for event in events}
     assert lanes == {"start", "slow_rank", "save", "end"}
     assert picture.count("<circle ") == len(events) and all(
         f">{lane.replace('_', ' ')}</text>" in picture for lane in lanes
     )
     assert picture.count("event bad") == sum(event["event"] == "slow_rank" for event in events)
-    assert time_line_picture([]) == "" and time_line_picture([{"time": 1.0, "event": "<b>", "step": 1}]) == ""
+    assert time_line_picture([]) == {} and time_line_picture([{"time": 1.0, "event": "<b>", "step": 1}]) == {}
 
 
 def test_two_runs_are_drawn_smoothed_over_their_values_with_healthy_ranges_and_the_time_of_each_phase() -> None:

@@ -131,6 +131,16 @@ def test_an_image_that_cannot_be_read_or_a_damaged_evaluation_costs_neither_summ
     assert [len(row) for row in read_faces(tmp_path)] == [7, 8, 8, 8, 8, 8]
 
 
+def test_a_run_without_evaluation_sets_has_no_file_of_their_numbers(run_ranks, data, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
+    for folder in data.glob("person-*"):
+        (images / folder.name).symlink_to(folder)
+    run_ranks(1, _finish, settings(images, tmp_path / "run", epochs=1.0), [])
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert not (tmp_path / "run" / "evaluation.json").exists()
+
+
 def test_a_report_that_cannot_be_written_is_a_warning(run_ranks, data, tmp_path):
     (said,) = run_ranks(1, _finish, settings(data, tmp_path, epochs=1.0), ["report.html"])
     assert f"megaclass: The report, which megaclass report {tmp_path} can make later, could not be made: " in said

@@ -17,7 +17,7 @@ from megaclass.training.run.folder import RunFolder
 from megaclass.training.sinks import TRACKERS, open_sinks
 from megaclass_launch.errors import ConfigError
 
-PROMETHEUS = next(tracker for tracker in TRACKERS if tracker.setting == "metrics_port")
+PROMETHEUS = next(tracker for tracker in TRACKERS if tracker.setting == "train.metrics_port")
 ROWS = [
     {"step": 20, "loss": 5.5, "images_per_second": 100.0, "elapsed_s": 1.0, "rank_seconds": {"data": [0.1]}},
     {"step": 40, "loss": 4.25, "images_per_second": 110.0, "elapsed_s": 2.0, "slow_rank": 1, "slow_phase": "data"},
@@ -107,7 +107,7 @@ def test_trackio_has_every_number_at_its_step(tmp_path, monkeypatch):
 def test_no_service_is_used_unless_its_setting_says_so(tmp_path):
     for tracker in TRACKERS:
         off = {"false": False, "''": "", "0": 0}[tracker.off]
-        assert getattr(config_of(tmp_path).train, tracker.setting) == off
+        assert getattr(config_of(tmp_path).train, tracker.setting.removeprefix("train.")) == off
         assert not tracker.is_wanted(config_of(tmp_path).train)
 
 

@@ -34,6 +34,10 @@ class Placement:
     host: Host
     worlds: tuple[World, ...]
 
+    def host_with_ranks(self) -> Host:
+        """Returns the host with as many slots as ranks are to be started there."""
+        return replace(self.host, slots=len(self.worlds))
+
     def ranks(self) -> str:
         first, last = self.worlds[0].rank, self.worlds[-1].rank
         return f"rank {first}" if first == last else f"ranks {first}-{last}"
@@ -48,29 +52,44 @@ def place_ranks(hosts: Sequence[Host], num_processes: int) -> list[Placement]:
             f"-np {num_processes} needs more slots than there are: {num_slots} on {listed}. "
             f"Lower -np, or raise the slots of a host."
         )
-    counts: list[int] = []
+    places = [(host.name, slot) for host in hosts for slot in range(host.slots)][:num_processes]
+    worlds = worlds_of(places)
+    found = []
     for host in hosts:
-        counts.append(min(host.slots, num_processes - sum(counts)))
-    used = [(host, count) for host, count in zip(hosts, counts, strict=True) if count]
-    return [
-        Placement(
-            host=host,
-            worlds=tuple(_world(local_rank, index, [count for _, count in used]) for local_rank in range(count)),
+        on_host = tuple(world for world, (name, _) in zip(worlds, places, strict=True) if name == host.name)
+        if on_host:
+            found.append(Placement(host=host, worlds=on_host))
+    return found
+
+
+def worlds_of(places: Sequence[tuple[str, int]]) -> list[World]:
+    """Returns the world of each rank. places: host and slot of each, in the order of the ranks.
+
+    Local ranks follow the slots, not the ranks: in an elastic job a process that keeps its slot keeps its local rank
+    whenever the slots below it are filled, and a new process never gets the GPU of an old one.
+    """
+    slots: dict[str, list[int]] = {}
+    for host, slot in places:
+        slots.setdefault(host, []).append(slot)
+    hosts = {host: index for index, host in enumerate(slots)}
+    local_ranks = {host: {slot: local for local, slot in enumerate(sorted(found))} for host, found in slots.items()}
+    sizes = [len(found) for found in slots.values()]
+    worlds = []
+    for rank, (host, slot) in enumerate(places):
+        local_rank = local_ranks[host][slot]
+        worlds.append(
+            World(
+                rank=rank,
+                size=len(places),
+                local_rank=local_rank,
+                local_size=len(slots[host]),
+                # Among the ranks with the same local rank: hosts with fewer slots have none of them.
+                cross_rank=sum(size > local_rank for size in sizes[: hosts[host]]),
+                cross_size=sum(size > local_rank for size in sizes),
+                starter=STARTER,
+            )
         )
-        for index, (host, count) in enumerate(used)
-    ]
-
-
-def _world(local_rank: int, host_index: int, counts: Sequence[int]) -> World:
-    return World(
-        rank=sum(counts[:host_index]) + local_rank,
-        size=sum(counts),
-        local_rank=local_rank,
-        local_size=counts[host_index],
-        cross_rank=sum(count > local_rank for count in counts[:host_index]),
-        cross_size=sum(count > local_rank for count in counts),
-        starter=STARTER,
-    )
+    return worlds
 
 
 def rank_environment(

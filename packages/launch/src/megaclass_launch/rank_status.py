@@ -11,7 +11,8 @@ of its own, which no other process reads.
     128 …       four texts of fixed length: phase, detail, folder, package
     4096 …      stacks
 
-The training loop writes it, or the threads that wait for operations, one at a time under a lock.
+The training loop writes it, the thread that saves checkpoints, or the threads that wait for operations, one at a time under
+a lock.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ PAGE_BYTES = 4096
 _FILE_NAME = "megaclass-status"
 _COUNTER = struct.Struct("<Q")
 # pid, thread id of the main thread, whether stacks can be asked for, step, operations done, time of the last progress,
-# seconds allowed from then on.
-_NUMBERS = struct.Struct("<QQQqQdd")
+# seconds allowed from then on, step of the last checkpoint.
+_NUMBERS = struct.Struct("<QQQqQddq")
 _TEXTS = {"phase": (128, 64), "detail": (192, 832), "folder": (1024, 2048), "package": (3072, 1024)}
 _READS = 5
 _T = TypeVar("_T")
@@ -63,6 +64,8 @@ class RankStatus:
     """Time of the last progress; time.monotonic() of this host, which all its processes share."""
     allowed_s: float
     """How long the rank may take for its next progress; 0 for any time."""
+    checkpoint_step: int
+    """Step of the last checkpoint that the rank has published; -1 if there is none."""
     phase: str
     detail: str
     folder: str
@@ -125,6 +128,7 @@ class OwnStatus:
         self._memory = mmap.mmap(-1 if handle is None else handle, PAGE_BYTES)
         self._counter = 0
         self._step, self._num_done, self._progress_at, self._allowed_s = -1, 0, 0.0, 0.0
+        self._checkpoint_step = -1
         self._gives_stacks = False
         # Threads of a script may wait for different operations at the same time.
         self._lock = threading.Lock()
@@ -153,6 +157,11 @@ class OwnStatus:
         finally:
             self.progress(allowed_s=usual_s, phase=before)
 
+    def checkpoint(self, step: int) -> None:
+        """Tells the reader that the checkpoint of this step is published, so restarts stop when a job makes no progress."""
+        self._checkpoint_step = step
+        self._write({})
+
     def name_folder(self, folder: Path) -> None:
         """Tells the reader where stacks and verdicts of this run are kept."""
         self._write({"folder": str(folder)})
@@ -176,6 +185,7 @@ class OwnStatus:
             self._num_done,
             self._progress_at,
             self._allowed_s,
+            self._checkpoint_step,
         )
         for name, text in texts.items():
             start, size = _TEXTS[name]
@@ -219,7 +229,8 @@ def own_status() -> OwnStatus:
 
 
 def _unpacked(memory: mmap.mmap) -> RankStatus:
-    pid, main_thread, gives_stacks, step, num_done, progress_at, allowed_s = _NUMBERS.unpack_from(memory, _COUNTER.size)
+    numbers = _NUMBERS.unpack_from(memory, _COUNTER.size)
+    pid, main_thread, gives_stacks, step, num_done, progress_at, allowed_s, checkpoint_step = numbers
     texts = {name: memory[start : start + size] for name, (start, size) in _TEXTS.items()}
     return RankStatus(
         pid=pid,
@@ -229,5 +240,6 @@ def _unpacked(memory: mmap.mmap) -> RankStatus:
         num_done=num_done,
         progress_at=progress_at,
         allowed_s=allowed_s,
+        checkpoint_step=checkpoint_step if pid else -1,
         **{name: text.partition(b"\0")[0].decode(errors="replace") for name, text in texts.items()},
     )

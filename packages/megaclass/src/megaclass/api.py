@@ -96,7 +96,8 @@ class TrainedRun:
     def __repr__(self) -> str:
         if not self.is_finished:
             steps = self.metrics[-1]["step"] if self.metrics else 0
-            return f"TrainedRun({self.folder}: interrupted after step {steps:,}; resume() continues it)"
+            state = "interrupted after" if self.exit_code else "rank 0 is writing the results of"
+            return f"TrainedRun({self.folder}: {state} step {steps:,}{'; resume() continues it' if self.exit_code else ''})"
         numbers = self.numbers
         accuracy = numbers.get("verification_accuracy")
         shown = "" if accuracy is None else f", accuracy {accuracy:.1%}"

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -88,16 +89,20 @@ class _Basics:
         outlive_lost_ranks()
         failure: Exception | None = None
         for _ in range(_MOST_ATTEMPTS):
-            worker.rendezvous(self.why_joining)
-            # Every generation has a store of its own.
+            # Every generation has a store of its own. The old one is closed before the driver is told that this rank is ready:
+            # with --master-port the next one listens at the same port. Frames of errors form cycles that may hold it.
             self._rendezvous = Rendezvous()
+            if worker.here is not None:
+                gc.collect()
+            worker.rendezvous(self.why_joining)
             own = OwnConnections()
             worker.when_broken(partial(_joined, own))
             try:
                 job = self._start_once(ranks, wanted)
             except (UserError, RuntimeError) as error:
                 # Most likely another member is gone, and the driver forms a generation without it.
-                failure, self.why_joining = error, Why.FAILED
+                # Without its frames, which hold the store.
+                failure, self.why_joining = error.with_traceback(None), Why.FAILED
                 worker.failed(str(error))
                 own.end()
             else:

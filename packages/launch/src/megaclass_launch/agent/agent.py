@@ -5,7 +5,12 @@
 
 stdin is the lifeline: if it ends or falls silent, the driver, its ssh or the cable is gone, and the agent ends the workers.
 
-    greeting, hello --"go"--> workers run --all ended, "end", a signal, or the driver lost--> ending --> "done", leave
+    greeting, hello --"start"--> workers run --all ended, "end", a signal, or the driver lost--> ending --> "done", leave
+
+In an elastic job the driver may order further starts, ends single workers ("kill"), and decides when the agent leaves. The
+agent passes its messages about generations ("publish", "changed", "broken", "dismiss") on to the workers, and their answers
+back. A worker then has a number that no other worker of the job ever has: `rank` is this number here, because the rank may
+change with every generation.
 
 Everything happens in one thread, in `Agent._loop`; no field needs a lock. The parts and the state that each one owns:
 
@@ -13,11 +18,11 @@ Everything happens in one thread, in `Agent._loop`; no field needs a lock. The p
     DriverConnection    messages from and to the driver, its loss      see driver_connection.py
     WorkerSetup         checks the host, makes the environments        interfaces of this host: check
     Rank0Ports          holds the ports for rank 0                     the held sockets: hold
+    WorkerChannels      messages with the workers of an elastic job    see worker_channels.py
     Supervisor          starts, signals, reaps and kills workers       the workers, the time of SIGKILL
     WorkerOutput        from the workers' pipes to the driver          the open pipes, and whether they are read
-    HangReporter        pages and stacks of ranks that hang            one page per worker
     AgentCall           the function of horovod.run(), if there is one     its file: the driver's "call" messages
-    AgentHeartbeat      heartbeats, progress, stopped ranks            what was reported last
+    RankWatch           heartbeats, progress, stacks of ranks that hang    see rank_watch.py
     _is_ending          the workers were told to end                   _end; read by _is_over and _note_exits
     _helpers_until      time for helper processes to leave             _end_leftovers, once the last rank has ended
 """
@@ -32,14 +37,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megaclass_launch.agent.driver_connection import DriverConnection, read_job
-from megaclass_launch.agent.hang_reporter import HangReporter
-from megaclass_launch.agent.heartbeat import AgentHeartbeat
+from megaclass_launch.agent.orphan_killer import processes_of, send
+from megaclass_launch.agent.rank_watch import RankWatch
 from megaclass_launch.agent.supervisor import Supervisor, Worker
+from megaclass_launch.agent.worker_channels import WorkerChannels
 from megaclass_launch.agent.worker_output import WorkerOutput
 from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
+from megaclass_launch.elastic.channel import FD_NAME as ELASTIC_FD
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.placement import job_environment
-from megaclass_launch.restart_progress import FD_NAME
 from megaclass_launch.signals import SignalQueue
 from megaclass_launch.wire.call import AgentCall
 from megaclass_launch.wire.protocol import Message, beat_interval, silence_limits
@@ -49,10 +55,14 @@ _HELPERS_S = 0.5
 """Time for helper processes (Python's resource tracker, say) to leave after the last rank."""
 _TICK_S = 0.05
 """Interval at which processes that are being ended are checked."""
+_CHANNEL_TICK_S = 0.02
+"""Interval at which a full channel to a worker is tried again."""
 
 
-def main(kind: "type[Agent] | None" = None) -> int:
+def main() -> int:
     """Reads the job from stdin, supervises its ranks, and leaves when nothing of them is left."""
+    # The driver may itself be a rank of an elastic job, whose channel is not that of these ranks.
+    os.environ.pop(ELASTIC_FD, None)
     logging.basicConfig(format=f"megaclass agent on {socket.gethostname()}: %(message)s")
     # Before anything else: the agent must not outlive a driver that gives up during the start.
     with SignalQueue([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as signals:
@@ -66,8 +76,7 @@ def main(kind: "type[Agent] | None" = None) -> int:
         with Supervisor(
             job["run_id"], grace_s=job["grace_s"], adopts=True, captures=True, silence_s=silence_s
         ) as supervisor:
-            agent = (kind or Agent)(job, supervisor, signals)
-            agent.run(rest)
+            Agent(job, supervisor, signals).run(rest)
     return 0
 
 
@@ -79,15 +88,20 @@ class Agent:
         self._job = job
         self._supervisor = supervisor
         self._signals = signals
-        self._worlds = [World(**world) for world in job["worlds"]]
+        self._is_elastic = bool(job["is_elastic"])
         self._selector = selectors.DefaultSelector()
         self._driver = DriverConnection(self._selector, silence_s, self._carry_out, self._on_driver_lost)
         self._say = self._driver.say
         self._setup = WorkerSetup(job, os.environ)
-        self._ports = Rank0Ports(self._worlds, job["master_port"])
+        self._ports = Rank0Ports(job["master_port"], "127.0.0.1" if job["is_alone"] else "")
+        self._channels = WorkerChannels(
+            self._selector, self._say, lambda number: self._kill([number]), is_elastic=self._is_elastic
+        )
         self._output = WorkerOutput(self._selector, self._on_output)
-        self._hangs = HangReporter(job["host"], job["hang_timeout_s"], self._say)
-        self._heartbeat = AgentHeartbeat(supervisor, self._hangs, self._say, beat_interval(job["heartbeat_s"]))
+        interval_s, hang_timeout_s = beat_interval(job["heartbeat_s"]), job["hang_timeout_s"]
+        self._watch = RankWatch(
+            supervisor, self._say, host=job["host"], interval_s=interval_s, hang_timeout_s=hang_timeout_s
+        )
         self._call = AgentCall()
         self._is_ending = False
         self._helpers_until = 0.0
@@ -116,20 +130,22 @@ class Agent:
                 key.data()
             now = time.monotonic()
             self._driver.check_silence(now)
-            self._heartbeat.check(now)
+            self._watch.check(now)
             self._note_exits()
 
     def _balance(self) -> None:
         """Reads the workers only as fast as the driver reads the agent, so no memory grows."""
         self._driver.watch_room()
         self._output.pause_if(self._driver.is_full)
+        self._channels.write()
 
     def _wait_s(self) -> float:
         # The end is polled: the grace has a deadline, and processes below the workers end without a signal to the agent.
         if self._is_ending or self._helpers_until:
             return _TICK_S
         now = time.monotonic()
-        return max(0.0, min(self._heartbeat.next_at(now), self._driver.lost_at) - now)
+        wait_s = max(0.0, min(self._watch.next_at(now), self._driver.lost_at) - now)
+        return min(wait_s, _CHANNEL_TICK_S) if self._channels.has_unsent else wait_s
 
     # ---- the driver ----
 
@@ -137,16 +153,29 @@ class Agent:
         match message.get("do"):
             case "call":
                 self._call.add(message["data"])
-            case "go":
+            case "start":
                 self._start_workers(message)
+            case "publish":
+                self._channels.publish(message, self._environment)
+                if message["uses_ports"]:
+                    self._say({"say": "spare", **self._ports.hold()})
+            case "changed" | "broken":
+                self._channels.tell_generation(message)
+            case "dismiss":
+                self._channels.dismiss(message["workers"], message["why"])
+            case "kill":
+                self._kill(message["workers"], only_stopped=bool(message.get("if_stopped")))
             # Heartbeats need no case: DriverConnection notes the time of any byte.
             case "signal":
                 self._supervisor.send_signal(int(message["number"]))
             case "stacks":
-                running, may_abort = self._supervisor.running(), bool(message["may_abort"])
-                self._hangs.report_stacks(message["name"], running, self._output.read_stderr, may_abort=may_abort)
+                ranks = {int(number): rank for number, rank in message["ranks"].items()}
+                asked = [worker for worker in self._supervisor.running() if worker.rank in ranks]
+                self._watch.report_stacks(
+                    message["name"], asked, ranks, self._output.read_stderr, may_abort=bool(message["may_abort"])
+                )
             case "verdict":
-                self._hangs.keep_verdict(message)
+                self._watch.keep_verdict(message)
             case "end":
                 self._end(message.get("grace_s"), int(message.get("first", signal.SIGTERM)))
 
@@ -176,70 +205,92 @@ class Agent:
         hello: Message = {"say": "hello", "pid": os.getpid(), "ssh": os.environ.get("SSH_CONNECTION", "")}
         try:
             hello |= self._setup.check()
-            hello |= self._hold_ports()
+            if self._job["holds_ports"]:
+                hello |= self._ports.hold()
         except LaunchError as error:
             hello = {"say": "refuse", "why": str(error)}
             self._end(0.0)
         self._say(hello)
 
-    def _hold_ports(self) -> Message:
-        """Holds the ports that rank 0 will use, if it is on this host, and returns them for the hello."""
-        return self._ports.hold()
-
-    def _start_workers(self, go: Message) -> None:
-        offer = self._ports.offer_store(go["address"])
-        shared = job_environment(self._job["secret"], go["store_port"], offer.name if offer else "")
-        for world in self._worlds:
-            env = {**self._setup.placed(world, go), **shared, "MEGACLASS_RESTART": str(self._job["restart"])}
-            # If one cannot start, some ranks of this host may run already; the driver ends those of the other hosts.
-            if self._start_worker(world.rank, env) is None:
-                return
-        if offer:
-            offer.serve()
-        self._say({"say": "started", "pids": {str(w.rank): w.pid for w in self._supervisor.workers}})
-
-    def _start_worker(self, rank: int, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> Worker | None:
-        """Starts one worker; if that fails, tells the driver why, ends the others and returns None.
-
-        env: the variables that are its own. pass_fds: files that it inherits, beyond those for its progress and its state.
-        """
-        page = self._hangs.new_page(rank)
-        progress_fd = self._heartbeat.progress_fd
-        inherited = {FD_NAME: str(progress_fd), **self._hangs.environment(rank)}
+    def _start_workers(self, start: Message) -> None:
+        # In an elastic job rank 0 listens by itself, in one generation after the other.
+        offer = None if self._is_elastic else self._ports.offer_store(start["address"])
+        pids = {}
         try:
-            with self._call.pipe() as (call_env, call_fds, result_fd):
-                worker = self._supervisor.start(
-                    rank,
-                    self._job["command"],
-                    {**self._setup.base, **env, **inherited, **call_env},
-                    self._setup.workdir,
-                    pass_fds=[progress_fd, page.fileno(), *call_fds, *pass_fds],
-                )
+            for entry in start["workers"]:
+                number = int(entry["worker"])
+                env = self._environment(World(**entry["world"]), start, offer.name if offer else "")
+                with self._channels.open(number, start) as (own, fds):
+                    worker = self._start_worker(number, {**env, **own, "MEGACLASS_RESTART": str(start["restart"])}, fds)
+                pids[str(number)] = worker.pid
         except LaunchError as error:
+            # Some workers of this host may run already; the driver ends those of the other hosts.
             self._say({"say": "refuse", "why": str(error)})
             self._end(None)
-            return None
+            return
+        if offer:
+            offer.serve()
+        self._say({"say": "started", "pids": pids})
+
+    def _environment(self, world: World, where: Message, store_socket: str = "") -> dict[str, str]:
+        """Returns the variables of one generation: place, address, ports, secret and network interface."""
+        return {
+            **self._setup.placed(world, where),
+            **job_environment(where["secret"], where["store_port"], store_socket),
+        }
+
+    def _start_worker(self, rank: int, env: Mapping[str, str], pass_fds: Sequence[int]) -> Worker:
+        """Starts one worker. Raises LaunchError if the command cannot be started.
+
+        env: the variables that are its own. pass_fds: files that it inherits, beyond that for its status.
+        """
+        page = self._watch.new_page(rank)
+        inherited = self._watch.environment(rank)
+        with self._call.pipe() as (call_env, call_fds, result_fd):
+            worker = self._supervisor.start(
+                rank,
+                self._job["command"],
+                {**self._setup.base, **env, **inherited, **call_env},
+                self._setup.workdir,
+                pass_fds=[page.fileno(), *call_fds, *pass_fds],
+            )
         self._output.watch(worker, result_fd)
         return worker
 
     # ---- output and ends of the workers ----
 
     def _on_output(self, rank: int, stream: str, data: bytes) -> None:
-        if not self._hangs.take_output(rank, stream, data):
+        if not self._watch.take_output(rank, stream, data):
             self._say({"say": "output", "rank": rank, "stream": stream}, data)
 
     def _note_exits(self) -> None:
         for worker in self._supervisor.reap():
             self._note_exit(worker)
-        if self._supervisor.workers and not self._supervisor.running() and not self._is_ending:
+        # The driver of an elastic job may start further workers here, and ends the agent when the job ends.
+        is_done = bool(self._supervisor.workers) and not self._supervisor.running() and not self._is_elastic
+        if is_done and not self._is_ending:
             self._end_leftovers()
 
     def _note_exit(self, worker: Worker) -> None:
+        # What it said last, for example why it failed; the driver forgets the worker with its exit.
+        self._channels.read(worker.rank)
+        self._channels.close(worker.rank)
         # Before its exit, because the driver then decides whether the job may be restarted.
-        self._heartbeat.report_progress()
+        self._watch.report_progress()
         # Also before its exit: the driver quotes its last lines in the report.
         self._output.read_last(worker)
         self._say({"say": "exit", "rank": worker.rank, "pid": worker.pid, "code": worker.code})
+        if self._is_elastic:
+            # What it started ends with it; its pid may belong to another process later.
+            _kill_session(worker)
+            self._supervisor.forget(worker)
+            self._watch.forget(worker.rank)
+
+    def _kill(self, numbers: Sequence[int], *, only_stopped: bool = False) -> None:
+        for worker in self._supervisor.running():
+            # Checked here, at the last moment: since the driver's order it may have been continued by SIGCONT.
+            if worker.rank in numbers and (not only_stopped or self._supervisor.is_stopped(worker)):
+                _kill_session(worker)
 
     def _end_leftovers(self) -> None:
         """Ends what the ranks left behind, after a moment in which helper processes may leave by themselves."""
@@ -253,6 +304,11 @@ class Agent:
         if names:
             text = f"ending what its ranks left behind: {', '.join(names)}"
             self._say({"say": "note", "text": text})
+
+
+def _kill_session(worker: Worker) -> None:
+    for pid in processes_of("none", {worker.pid}):
+        send(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     connected --stdin ends, stdout is closed, silence, or bytes of no message -------> lost, for good
 
-The connection never comes back: a driver that has lost an agent gives up its host, so the ranks must end. Everything happens in
-the agent's one thread.
+The job comes in on stdin, messages to the driver go out on stdout. Neither blocks: a stopped driver must not stop the agent.
+The connection never comes back: a driver that has lost an agent gives up its host, so the ranks must end. Everything happens
+in the agent's one thread.
 
-    field           changed by                                       read by
-    _heard_at       _on_stdin, for any byte                          check_silence, lost_at
-    _is_connected   lose, once                                       lose: the first reason is reported
-    _pipe           say, lose; its queue by the driver's reading     is_full, is_empty, watch_room
+    field              changed by                                       read by
+    _heard_at          _on_stdin, for any byte                          check_silence, lost_at
+    _is_connected      lose, once                                       lose: the first reason is reported; _send
+    _queue, _num_bytes _send, _write, lose                              is_full, is_empty, watch_room
 """
 
 import logging
@@ -22,14 +23,13 @@ from collections.abc import Callable
 from megaclass_launch.operating_system import readable
 from megaclass_launch.wire.protocol import MAX_LINE_BYTES, Message, MessageReader, ProtocolError, encode, greeting
 
-# ---- driver pipe ----
-# The agent's two pipes: the job comes in on stdin, messages to the driver go out on stdout.
-
 READ_BYTES = 1 << 16
 _QUEUE_BYTES = 4 << 20
 """If more waits for the driver, the workers' pipes are not read: they wait, as for a slow terminal, and no memory grows."""
 _JOB_S = 30.0
 """How long to wait for the job on stdin. ssh delivers it with the first packets, unless the cable was cut just then."""
+
+_logger = logging.getLogger("megaclass.launch")
 
 
 def read_job() -> tuple[Message | None, bytes]:
@@ -48,65 +48,8 @@ def read_job() -> tuple[Message | None, bytes]:
     return job, bytes(data[end + 1 :])
 
 
-class DriverPipe:
-    """Sends to the driver through stdout, which must be non-blocking: a stopped driver must not stop the agent."""
-
-    def __init__(self, on_closed: Callable[[str], None]) -> None:
-        """on_closed: called with the reason when the driver does not read any more."""
-        self._on_closed = on_closed
-        self._is_open = True
-        self._queue: deque[bytes] = deque()
-        self._num_bytes = 0
-
-    def fileno(self) -> int:
-        return sys.stdout.fileno()
-
-    @property
-    def is_empty(self) -> bool:
-        """Returns whether the driver has been sent everything."""
-        return not self._queue
-
-    @property
-    def is_full(self) -> bool:
-        """Returns whether so much waits that nothing more should be read from the workers."""
-        return self._num_bytes >= _QUEUE_BYTES
-
-    def send(self, data: bytes) -> None:
-        """Queues the bytes and writes as much as the pipe takes now."""
-        # The ends of the ranks are also reported after the loss of the driver, and then go nowhere.
-        if self._is_open:
-            self._queue.append(data)
-            self._num_bytes += len(data)
-            self.write()
-
-    def write(self) -> None:
-        """Writes as much of the queue as the pipe takes."""
-        while self._queue:
-            try:
-                written = os.write(self.fileno(), self._queue[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._on_closed("the driver has closed the pipe")
-                return
-            self._num_bytes -= written
-            first = self._queue.popleft()
-            # The pipe took a part of the message; the rest goes first next time.
-            if written < len(first):
-                self._queue.appendleft(first[written:])
-
-    def drop(self) -> None:
-        """Forgets the queue and what is sent later: no process reads it, and a full queue keeps the workers' pipes unread."""
-        self._is_open = False
-        self._queue.clear()
-        self._num_bytes = 0
-
-
-_logger = logging.getLogger("megaclass.launch")
-
-
 class DriverConnection:
-    """Reads the driver's messages from stdin and sends the agent's through stdout.
+    """Reads the driver's messages from stdin and sends the agent's through stdout; both must be non-blocking.
 
     silence_s: a driver that sends nothing for so long is lost. obey: carries out one message. on_lost: called
     once, with whether the driver fell silent.
@@ -124,36 +67,73 @@ class DriverConnection:
         self._obey = obey
         self._on_lost = on_lost
         self._reader = MessageReader()
-        self._pipe = DriverPipe(self.lose)
+        self._queue: deque[bytes] = deque()
+        self._num_bytes = 0
         self._is_connected = True
         self._heard_at = time.monotonic()
 
     @property
     def is_empty(self) -> bool:
         """Returns whether the driver has been sent everything."""
-        return self._pipe.is_empty
+        return not self._queue
 
     @property
     def is_full(self) -> bool:
         """Returns whether so much waits that nothing more should be read from the workers."""
-        return self._pipe.is_full
+        return self._num_bytes >= _QUEUE_BYTES
 
     @property
     def lost_at(self) -> float:
         """Returns the time at which the driver is lost unless something arrives."""
         return self._heard_at + self._silence_s
 
-    def listen(self) -> None:
-        """Has the selector call for what arrives on stdin."""
-        self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
+    # ---- to the driver ----
 
     def greet(self, token: str) -> None:
         """Sends the token, by which the driver finds the start of the agent's own output after that of login scripts."""
-        self._pipe.send(greeting(token))
+        self._send(greeting(token))
 
     def say(self, message: Message, payload: bytes = b"") -> None:
         """Sends a message; after the loss of the driver it is dropped."""
-        self._pipe.send(encode(message, payload))
+        self._send(encode(message, payload))
+
+    def watch_room(self) -> None:
+        """Waits for room in the driver's pipe while something is queued."""
+        # Only then: a pipe with room would wake the selector all the time.
+        is_registered = sys.stdout.fileno() in self._selector.get_map()
+        if self.is_empty == is_registered:
+            if is_registered:
+                self._selector.unregister(sys.stdout)
+            else:
+                self._selector.register(sys.stdout, selectors.EVENT_WRITE, self._write)
+
+    def _send(self, data: bytes) -> None:
+        # The ends of the ranks are also reported after the loss of the driver, and then go nowhere.
+        if self._is_connected:
+            self._queue.append(data)
+            self._num_bytes += len(data)
+            self._write()
+
+    def _write(self) -> None:
+        while self._queue:
+            try:
+                written = os.write(sys.stdout.fileno(), self._queue[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.lose("the driver has closed the pipe")
+                return
+            self._num_bytes -= written
+            first = self._queue.popleft()
+            # The pipe took a part of the message; the rest goes first next time.
+            if written < len(first):
+                self._queue.appendleft(first[written:])
+
+    # ---- from the driver ----
+
+    def listen(self) -> None:
+        """Has the selector call for what arrives on stdin."""
+        self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
 
     def feed(self, data: bytes) -> None:
         """Carries out the driver's messages in `data`."""
@@ -163,29 +143,21 @@ class DriverConnection:
         except ProtocolError as error:
             self.lose(f"the driver sent something else than messages: {error}")
 
-    def lose(self, why: str, *, is_silent: bool = False) -> None:
-        """Counts the driver as lost, and reports the first reason."""
-        if self._is_connected:
-            self._is_connected = False
-            self._pipe.drop()
-            # The driver cannot be told any more; stderr may still reach a terminal or a log.
-            _logger.warning(f"{why}; ending its ranks")
-            self._on_lost(is_silent)
-
     def check_silence(self, now: float) -> None:
         """Counts the driver as lost if it has sent nothing for too long, not even heartbeats."""
         if now - self._heard_at > self._silence_s:
             self.lose(f"the driver has sent nothing for {now - self._heard_at:.1f} s", is_silent=True)
 
-    def watch_room(self) -> None:
-        """Waits for room in the driver's pipe while something is queued."""
-        # Only then: a pipe with room would wake the selector all the time.
-        is_registered = self._pipe.fileno() in self._selector.get_map()
-        if self._pipe.is_empty == is_registered:
-            if is_registered:
-                self._selector.unregister(self._pipe)
-            else:
-                self._selector.register(self._pipe, selectors.EVENT_WRITE, self._pipe.write)
+    def lose(self, why: str, *, is_silent: bool = False) -> None:
+        """Counts the driver as lost, and reports the first reason."""
+        if self._is_connected:
+            self._is_connected = False
+            # No process reads it any more, and a full queue would keep the workers' pipes unread.
+            self._queue.clear()
+            self._num_bytes = 0
+            # The driver cannot be told any more; stderr may still reach a terminal or a log.
+            _logger.warning(f"{why}; ending its ranks")
+            self._on_lost(is_silent)
 
     def _on_stdin(self) -> None:
         try:

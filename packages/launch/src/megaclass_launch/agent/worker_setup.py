@@ -6,7 +6,7 @@ Standard library only.
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from megaclass_launch.agent.supervisor import default_threads, find_command
@@ -70,7 +70,7 @@ def _base_environment(job: Message, own: Mapping[str, str]) -> dict[str, str]:
         env["PATH"] = os.pathsep.join(dict.fromkeys(folders))
     # A crash, or SIGABRT after a hang, then prints the Python stack of every thread.
     env.setdefault("PYTHONFAULTHANDLER", "1")
-    env.setdefault("OMP_NUM_THREADS", str(default_threads(len(job["worlds"]))))
+    env.setdefault("OMP_NUM_THREADS", str(default_threads(job["slots"])))
     return {**without_other_starters(env, job["given"]), **job["given"]}
 
 
@@ -78,41 +78,46 @@ def _base_environment(job: Message, own: Mapping[str, str]) -> dict[str, str]:
 # The ports on which rank 0 will listen, held by the agent of its host before any rank starts.
 
 
-class Rank0Ports:
-    """Holds the ports for the whole run, if rank 0 is on this host.
+_NUM_HELD = 6
+"""Two sockets for the running generation, two for the previous one, whose ranks may still leave it, and two spare ones."""
 
-    worlds: of the ranks on this host. master_port: the port that the user chose, or 0.
+
+class Rank0Ports:
+    """Holds the ports for the next generation with rank 0 on this host; a job that is not elastic has one generation.
+
+    master_port: the port that the user chose, or 0. store_address: the only address at which the store will listen, or an
+    empty text.
     """
 
-    def __init__(self, worlds: Sequence[World], master_port: int) -> None:
-        self._has_rank_0 = worlds[0].is_main
-        self._is_one_machine = len(worlds) == worlds[0].size
+    def __init__(self, master_port: int, store_address: str = "") -> None:
         self._master_port = master_port
+        self._store_address = store_address
         # Kept here, because a socket that is not referred to any more is closed, and its port is free again.
-        self._held: socket.socket | None = None
-        self._store: socket.socket | None = None
+        self._held: list[socket.socket] = []
 
     def hold(self) -> Message:
-        """Holds the ports and returns them for the hello. Raises LaunchError if the user's port is in use."""
-        if not self._has_rank_0:
-            return {}
-        # Held for the whole run: the kernel gives it to no process that asks for any free port.
-        self._held = reserve_port(self._master_port)
-        found = {"port": self._held.getsockname()[1]}
-        # If the user chose the port, it is the only one: a firewall may block all others.
-        if not self._master_port:
-            self._store = hold_store_port("127.0.0.1" if self._is_one_machine else "")
-            found["store_port"] = self._store.getsockname()[1]
-        return found
+        """Holds the ports and returns them for the driver. Raises LaunchError if the user's port is in use."""
+        # If the user chose the port, it is the only one, for all generations: a firewall may block all others.
+        if self._master_port:
+            self._held = self._held or [reserve_port(self._master_port)]
+            return {"port": self._master_port, "store_port": 0}
+        # The kernel gives a held port to no process that asks for any free one.
+        self._held += [reserve_port(0), hold_store_port(self._store_address)]
+        # Closed late: ranks of that generation may still be leaving it, and no other process may listen there meanwhile.
+        for old in self._held[:-_NUM_HELD]:
+            old.close()
+        self._held = self._held[-_NUM_HELD:]
+        port, store_port = (held.getsockname()[1] for held in self._held[-2:])
+        return {"port": port, "store_port": store_port}
 
     def offer_store(self, address: str) -> SocketOffer | None:
         """Listens at the store's port for rank 0, which asks for the socket; None if rank 0 has to listen itself.
 
         To be called before the ranks start: rank 0 asks for it as soon as it has imported torch. address: of this host.
         """
-        if self._store is None:
+        if self._master_port or not self._held:
             return None
         # If that fails, rank 0 cannot listen there either, and says why.
         with contextlib.suppress(OSError):
-            return offer_store_socket(self._store, "127.0.0.1" if self._is_one_machine else address)
+            return offer_store_socket(self._held[-1], self._store_address or address)
         return None

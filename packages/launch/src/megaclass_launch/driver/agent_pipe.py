@@ -1,8 +1,8 @@
 """The driver's pipes to the agents, one per host. Standard library only.
 
-State of one pipe, as the driver sees it; JobStart, MessageHandler and LostAgents change it:
+State of one pipe, as the driver sees it; the decisions about the job change it:
 
-    STARTING --hello--> READY --"go" was sent--> RUNNING --"done"--> DONE
+    STARTING --hello--> READY --"start" was sent--> RUNNING --"done"--> DONE
         |                 |                         |
         +-----------------+-------------------------+--> LOST   (it ended, fell silent, or broke the protocol)
 """
@@ -19,24 +19,21 @@ from functools import partial
 
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.errors import LaunchError
-from megaclass_launch.options import RunOptions
-from megaclass_launch.placement import Placement
+from megaclass_launch.hosts import Host
 from megaclass_launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
-from megaclass_launch.wire.protocol import Message, MessageReader, beat_interval, encode, greeting, silence_limits
+from megaclass_launch.wire.protocol import Message, MessageReader, encode, greeting
 
 _READ_BYTES = 1 << 18
 _KEPT_STDERR_BYTES = 8192
 _PAUSED_TICK_S = 0.02
 """Interval at which the driver checks whether a full screen has room again."""
-_LONGEST_BEAT_S = 0.5
-"""The checks that depend on the time are made with the heartbeats, and a user may have chosen a limit of minutes for these."""
 
 
 class PipeState(Enum):
     STARTING = auto()
     """ssh connects, or the agent has not answered yet."""
     READY = auto()
-    """The agent has said hello and waits for "go"."""
+    """The agent has said hello and waits for "start"."""
     RUNNING = auto()
     DONE = auto()
     """No process of its ranks is left."""
@@ -48,20 +45,23 @@ class AgentPipe:
     """A process, `ssh` or the local agent, with its three pipes, none of which ever blocks."""
 
     def __init__(
-        self, placement: Placement, command: list[str], token: str, checker: AgentMessageChecker | None = None
+        self, host: Host, command: list[str], *, token: str, run_id: str, checker: AgentMessageChecker
     ) -> None:
-        """checker: checks the agent's messages; by default, those of an agent with the placement's ranks."""
-        self.placement = placement
+        self.host = host
+        self.run_id = run_id
+        """By its run id in the environment, an orphan killer recognises the processes of this agent."""
+        self.checker = checker
         self.state = PipeState.STARTING
         self.hello: Message = {}
-        self.heard_at = time.monotonic()
+        self.ports: Message = {}
+        """Ports that the agent holds for the next generation with rank 0 on its host; empty once they are used."""
+        self.opened_at = self.heard_at = time.monotonic()
         self.stderr_text = ""
         """The end of what ssh or the agent wrote to stderr."""
         self.has_closed_stderr = False
         self._reader = MessageReader(
             after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
         )
-        self._checker = checker or AgentMessageChecker([world.rank for world in placement.worlds])
         self._unsent = bytearray()
         try:
             self.process = subprocess.Popen(
@@ -84,7 +84,7 @@ class AgentPipe:
     @property
     def name(self) -> str:
         """Returns the host's name as the user gave it."""
-        return self.placement.host.name
+        return self.host.name
 
     @property
     def is_over(self) -> bool:
@@ -131,7 +131,7 @@ class AgentPipe:
     def _checked(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
         for message, payload in self._reader.feed(data):
             # The state is read again for each message: handling the previous one may have changed it.
-            yield self._checker.checked(message, payload, is_running=self.state is PipeState.RUNNING), payload
+            yield self.checker.checked(message, payload, is_running=self.state is PipeState.RUNNING), payload
 
     def read_stderr(self) -> bytes | None:
         """Returns the bytes that arrived on stderr, or None at its end."""
@@ -161,7 +161,7 @@ class AgentPipe:
         """Closes all pipes and kills ssh."""
         self.hang_up()
         # The local agent is never killed: it would be kept from ending its ranks. It sees that stdin is closed and leaves.
-        if self.process.poll() is None and not self.placement.host.is_local:
+        if self.process.poll() is None and not self.host.is_local:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
         self.stdout.close()
@@ -169,55 +169,32 @@ class AgentPipe:
 
 
 class AgentPipes:
-    """All pipes of one start and the selector that watches them.
+    """All pipes of one job and the selector that watches them.
 
-    While `is_paused`, nothing is read: the pipes fill, the ranks wait in their writes, and no memory grows.
+    opened: the agents, to which `add` adds. While `is_paused`, nothing is read: the pipes fill, the ranks wait in their
+    writes, and no memory grows.
     """
 
-    def __init__(self, on_message: Callable[[AgentPipe], None], io: DriverIo, token: str) -> None:
-        self.all: list[AgentPipe] = []
+    def __init__(self, opened: list[AgentPipe], on_message: Callable[[AgentPipe], None], io: DriverIo) -> None:
         self.selector = selectors.DefaultSelector()
         self.is_paused = False
-        self.token = token
+        self._opened = opened
         self._on_message = on_message
         self._screen, self._messages = io.screen, io.messages
 
-    def open(self, placement: Placement, command: list[str], checker: AgentMessageChecker | None = None) -> AgentPipe:
-        """Starts ssh or the local agent and listens to it."""
-        agent = AgentPipe(placement, command, self.token, checker)
-        self.all.append(agent)
+    def add(self, agent: AgentPipe) -> None:
+        """Listens to an agent that was started."""
+        self._opened.append(agent)
         # While paused, nothing is read; it is listened to when the screen has room again.
         if not self.is_paused:
             self._listen(agent)
-        return agent
 
-    def unfinished(self) -> list[AgentPipe]:
-        """Returns the pipes that are neither done nor lost."""
-        return [agent for agent in self.all if not agent.is_over]
-
-    def send(self, message: Message) -> None:
-        """Sends a message to every agent that is not over."""
-        for agent in self.unfinished():
-            agent.send(message)
-
-    def finish(self, agent: AgentPipe, state: PipeState) -> None:
-        """Sets the last state of a pipe and stops listening to it."""
-        agent.state = state
+    def stop_listening(self, agent: AgentPipe) -> None:
+        """Stops listening to an agent that is over."""
         for pipe in (agent.stdout, agent.stderr, agent.stdin):
             # stderr may have ended before, and stdin is registered only while something is unsent.
             if not pipe.closed and pipe.fileno() in self.selector.get_map():
                 self.selector.unregister(pipe)
-
-    def drop(self, agent: AgentPipe) -> None:
-        """Counts the agent as lost and closes its pipes."""
-        self.finish(agent, PipeState.LOST)
-        agent.close()
-
-    def drop_starting(self) -> None:
-        """Drops the agents that have not answered yet; no rank runs there."""
-        for agent in self.all:
-            if agent.state is PipeState.STARTING:
-                self.drop(agent)
 
     def handle_events(self, until: float) -> None:
         """Waits for events, until this time at the latest, and handles those that have come."""
@@ -235,7 +212,7 @@ class AgentPipes:
         if self._screen.is_full == self.is_paused:
             return
         self.is_paused = not self.is_paused
-        for agent in self.unfinished():
+        for agent in [agent for agent in self._opened if not agent.is_over]:
             if self.is_paused:
                 self.selector.unregister(agent.stdout)
                 if not agent.has_closed_stderr:
@@ -247,7 +224,7 @@ class AgentPipes:
 
     def _watch_unsent(self) -> None:
         """Waits for room in the pipes of agents that have not taken everything; a job line may be longer than a pipe."""
-        for agent in self.all:
+        for agent in self._opened:
             is_watched = not agent.stdin.closed and agent.stdin.fileno() in self.selector.get_map()
             if agent.has_unsent and not is_watched and not agent.is_over:
                 self.selector.register(agent.stdin, selectors.EVENT_WRITE, agent.write)
@@ -257,9 +234,9 @@ class AgentPipes:
     def close(self) -> None:
         """Hangs up on all agents, then waits for ssh and the local agent to leave."""
         # First all, then the waits: the agents leave at the same time.
-        for agent in self.all:
+        for agent in self._opened:
             agent.hang_up()
-        for agent in self.all:
+        for agent in self._opened:
             # An agent that is done leaves at once; one that was lost may never do.
             agent.wait(2.0 if agent.state is PipeState.DONE else 0.1)
             agent.close()
@@ -278,28 +255,3 @@ class AgentPipes:
         elif agent.state is not PipeState.STARTING:
             for line in data.decode(errors="replace").splitlines():
                 self._messages.detail(f"{agent.name}: {line}")
-
-
-class Heartbeats:
-    """The driver's heartbeats, and those that it misses."""
-
-    def __init__(self, pipes: AgentPipes, options: RunOptions) -> None:
-        self.due_at = 0.0
-        self.silence_s, self.silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
-        """An agent that sent nothing for this long is lost, and the others have so long to end their ranks."""
-        self._pipes = pipes
-        self._interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
-
-    def send(self, now: float) -> list[tuple[AgentPipe, float]]:
-        """Sends a heartbeat to every agent; returns the agents that are silent for too long, and for how long."""
-        self.due_at = now + self._interval_s
-        unfinished = self._pipes.unfinished()
-        for agent in unfinished:
-            # Unsent messages prove that the driver lives, and an agent that does not read cannot make the queue grow.
-            if not agent.has_unsent:
-                agent.send({"do": "beat"})
-        # While the driver does not read, it cannot tell which agents are silent.
-        if self._pipes.is_paused:
-            return []
-        running = [(agent, now - agent.heard_at) for agent in unfinished if agent.state is PipeState.RUNNING]
-        return [(agent, silent_s) for agent, silent_s in running if silent_s > self.silence_s]

@@ -2,28 +2,31 @@
 
     watching --a rank is late, or nothing moves for --hang-timeout--> asking --all answered, or ASK_S passed--> verdict
        ^                                                                                                       |
-       +----- late by its own limit, and no rank waits for another: a report, and the job continues <----------+----> end
+       +--- late by its own limit, and no rank waits for another: a report, and the job continues <------------+
+       +--- elastic: the ranks leave the generation, and those that do not are killed <------------------------+----> end
 
 A rank itself reports that it is late: `megaclass train` knows how long a step takes, hvd how long a collective may take. With
 --hang-timeout, progress is what any rank prints, a finished step, or a finished collective of hvd.
 
+In an elastic job the watch looks at the members of the generation that trains: ranks that wait for others at the rendezvous
+do not hang. Before the first generation it treats the job as one that is not elastic.
+
     field            changed by                              read by
     _progress_at     "status" of any agent                   check: --hang-timeout
     _late            "status" with silent_s                  check
-    _is_asking       _ask, _judge                            check, note, finish
+    _asked           _ask: rank by worker; _judge            check, note, finish
     _reports, _kept  "stacks" and "kept" while asking        _judge
     _is_asked_for    check: the user's --hang-timeout        _judge: it ends the job whatever the verdict is
     _said            _judge                                  _judge: the same report is printed once
 """
 
 import time
-from collections.abc import Sequence
 
-from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass_launch.driver.job_end import JobEnd
+from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
+from megaclass_launch.driver.job import JobState
+from megaclass_launch.driver.job_end import end, note_failure
 from megaclass_launch.driver.outcome import Outcome, Reason
-from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.driver.rank_table import RankTable
+from megaclass_launch.driver.rank_table import WorkerRecord
 from megaclass_launch.exit_codes import EXIT_HUNG
 from megaclass_launch.hang.record import new_name
 from megaclass_launch.hang.stacks import LookClock, RankReport
@@ -35,32 +38,28 @@ from megaclass_launch.hang.verdict import (
     slow_sentence,
     steps_done,
 )
-from megaclass_launch.placement import Placement
 from megaclass_launch.wire.protocol import Message
 
+_NO_STEP = "no step has finished"
 _ASK_S = 5.0
 """How long the agents may take: their ranks have 2.5 s to answer, and a run folder on a dead disk costs 1.5 s."""
+_SETTLED_S = 5.0
+"""Late ranks are ignored for this long after the start of a generation; first steps can take minutes."""
 
 
 class HangWatch:
-    """Watches one start of a job."""
+    """Watches one job."""
 
-    def __init__(
-        self,
-        placements: Sequence[Placement],
-        pipes: AgentPipes,
-        table: RankTable,
-        end: JobEnd,
-        io: DriverIo,
-        hang_timeout_s: float,
-    ) -> None:
-        self._placements, self._pipes, self._table, self._end = placements, pipes, table, end
-        self._messages, self._output = io.messages, io.output
-        self._limit_s = hang_timeout_s
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._limit_s = job.options.hang_timeout_s
         self._progress_at = 0.0
         self._clock = LookClock(time.monotonic())
         self._late: tuple[float, str] | None = None
-        self._is_asking, self._asked_at = False, 0.0
+        self._asked: dict[int, WorkerRecord] = {}
+        self._asked_at = 0.0
+        self._generation = 0
+        """The generation that was asked; the verdict does not concern a later one."""
         self._is_asked_for, self._said = False, ""
         self._silent_s, self._what = 0.0, ""
         self._name = ""
@@ -74,99 +73,134 @@ class HangWatch:
             case "status":
                 # Not in the future, whatever a host says: it could keep a job that hangs alive.
                 self._progress_at = max(self._progress_at, now - max(0.0, message["idle_s"]))
-                if "silent_s" in message:
-                    what = "no step has finished" if message.get("is_training") else "a collective has not finished"
+                # A report of the generation before may still be on its way.
+                current = self._job.current
+                if "silent_s" in message and (current is None or now - current.published_at > _SETTLED_S):
+                    what = _NO_STEP if message.get("is_training") else "a collective has not finished"
                     self._late = (message["silent_s"], what)
-            case "stacks":
+            case "stacks" if message["rank"] in self._asked:
                 # The fields were checked against those of RankReport when the message was decoded.
-                fields = {name: value for name, value in message.items() if name != "say"}
-                report = RankReport(host=agent.name, stacks=payload.decode(errors="replace"), **fields)
-                self._reports[report.rank] = report
+                fields = {name: value for name, value in message.items() if name not in ("say", "rank")}
+                number, rank = message["rank"], self._asked[message["rank"]].shown_rank
+                stacks = payload.decode(errors="replace")
+                self._reports[number] = RankReport(rank=rank, host=agent.name, stacks=stacks, **fields)
                 # At once, and not with the next beat: ranks that SIGABRT has ended may be all that the job waits for.
-                if self._is_asking and set(self._table.running()) <= self._reports.keys():
+                if all(number in self._reports for number, worker in self._asked.items() if worker.code is None):
                     self._judge()
             case "kept":
                 self._kept = message["folder"]
 
     def check(self, now: float) -> None:
         """To be called about once per second."""
+        job = self._job
         since = self._clock.since(now)
-        if self._is_asking and now - self._asked_at > _ASK_S:
+        if self._asked and now - self._asked_at > _ASK_S:
             self._judge()
         # While the screen is full, the ranks wait in their writes: they do not hang.
-        if self._end.is_ending or not self._table.has_started or self._pipes.is_paused:
+        if job.is_ending or not job.ranks.has_started or job.is_paused or self._asked:
             return
-        if self._is_asking:
+        if not self._watched():
             return
+        if job.current is not None:
+            if job.current.is_broken(job.ranks.members()) or job.is_finishing:
+                self._late = None
+                return
+            since = max(since, job.current.published_at)
         if self._late is not None:
             self._ask(now, *self._late)
-        elif (
-            self._limit_s and (silent_s := now - max(self._table.printed_at, self._progress_at, since)) > self._limit_s
-        ):
+        elif self._limit_s and (silent_s := now - max(job.printed_at, self._progress_at, since)) > self._limit_s:
             self._is_asked_for = True
-            # From here on the exit of a rank, which SIGABRT may cause, does not count as a cause.
-            self._end.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
+            if job.current is None:
+                # From here on the exit of a rank, which SIGABRT may cause, does not count as a cause.
+                job.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
             self._ask(now, silent_s, "no rank has printed anything or made progress (--hang-timeout)")
 
     def finish(self) -> None:
         """Judges by what has arrived if the agents left while they were asked."""
-        if self._is_asking:
+        if self._asked:
             self._judge()
 
     def _ask(self, now: float, silent_s: float, what: str) -> None:
-        self._is_asking, self._asked_at = True, now
+        job = self._job
+        self._asked_at, self._generation = now, job.generation
+        # All ranks, not only the late one: which rank is missing shows only in comparison.
+        self._asked = {worker.number: worker for worker in self._watched()}
         self._silent_s, self._what, self._name = silent_s, what, new_name()
         self._late, self._reports, self._kept = None, {}, ""
-        self._messages.detail(f"{what} for {silent_s:.0f} s: asking for the stacks of all ranks")
-        # All ranks, not only the late one: which rank is missing shows only in comparison.
-        self._pipes.send({"do": "stacks", "name": self._name, "may_abort": self._is_asked_for})
+        job.messages.detail(f"{what} for {silent_s:.0f} s: asking for the stacks of all ranks")
+        # SIGABRT would end ranks that may continue in the next generation.
+        may_abort = self._is_asked_for and job.current is None
+        ranks = {str(number): worker.shown_rank for number, worker in self._asked.items()}
+        job.tell_all({"do": "stacks", "name": self._name, "may_abort": may_abort, "ranks": ranks})
+
+    def _watched(self) -> list[WorkerRecord]:
+        return self._job.ranks.members() if self._job.current is not None else self._job.ranks.staying()
 
     def _judge(self) -> None:
-        self._is_asking = False
-        # Something else has ended the job meanwhile.
-        if self._end.is_ending and not self._is_asked_for:
+        job, asked = self._job, self._asked
+        is_asked_for, self._asked, self._is_asked_for = self._is_asked_for, {}, False
+        # Something else has ended the job or the generation meanwhile.
+        if (job.is_ending and not is_asked_for) or self._generation != job.generation:
             return
         # A rank whose agent did not answer also counts: the missing one is often the culprit.
-        reports = [self._reports.get(rank) or self._lost_report(rank) for rank in self._table.running()]
-        reports += [report for rank, report in self._reports.items() if rank in self._table.codes]
+        reports = [
+            self._reports.get(worker.number) or _lost_report(worker)
+            for worker in asked.values()
+            if worker.code is None or worker.number in self._reports
+        ]
         verdict = find_verdict(reports)
+        if job.current is not None:
+            self._end_generation(verdict, reports)
+            return
         # Ranks that report themselves late may only be slow, and ending them would lose healthy work.
-        if not self._is_asked_for and not verdict.may_end:
-            if verdict.text != self._said and not self._end.is_ending:
-                self._messages.say(slow_sentence(self._silent_s, verdict, what=self._what) + self._where(verdict))
+        if not is_asked_for and not verdict.may_end:
+            if verdict.text != self._said and not job.is_ending:
+                job.messages.say(slow_sentence(self._silent_s, verdict, what=self._what) + self._where(verdict))
             self._said, self._late = verdict.text, None
             return
         sentence = hang_sentence(self._silent_s, verdict, what=self._what)
-        self._end.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
-        self._record(sentence, verdict, steps_done(reports))
-        hosts = {self._table.hosts[rank] for rank in verdict.suspects}
+        job.decision.decide(Reason.FAULT, Outcome(exit_code=EXIT_HUNG))
+        self._record(sentence, verdict, reports)
+        hosts = {worker.host for worker in asked.values() if worker.shown_rank in verdict.suspects}
         # If every host is suspected, excluding them would leave none for a restart.
-        failed = tuple(sorted(hosts)) if len(hosts) < len(self._placements) else ()
-        self._end.decision.explain(Outcome(exit_code=EXIT_HUNG, failed_hosts=failed), sentence + self._where(verdict))
-        if self._end.decision.reason is Reason.FAULT:
-            self._end.end(Outcome(exit_code=EXIT_HUNG, failed_hosts=failed))
+        failed = tuple(sorted(hosts)) if len(hosts) < len(job.hosts.listed) else ()
+        job.decision.explain(Outcome(exit_code=EXIT_HUNG, failed_hosts=failed), sentence + self._where(verdict))
+        if job.decision.reason is Reason.FAULT:
+            end(job, Outcome(exit_code=EXIT_HUNG, failed_hosts=failed))
 
-    def _record(self, sentence: str, verdict: HangVerdict, step: int | None) -> None:
+    def _end_generation(self, verdict: HangVerdict, reports: list[RankReport]) -> None:
+        """Lets the ranks of an elastic job leave the generation that hangs; see generations.py."""
+        job = self._job
+        assert job.current is not None
+        sentence = f"generation {job.generation} hangs. {verdict.text}."
+        self._record(sentence, verdict, reports)
+        job.messages.say(sentence + self._where(verdict))
+        # If the job cannot continue without the ranks that hang, it ends because of this.
+        note_failure(job, Outcome(exit_code=EXIT_HUNG, may_restart=False), sentence)
+        limit = " (train.hang_after_s)" if self._what == _NO_STEP else ""
+        job.current.hung = f"{self._what} for {self._silent_s:.0f} s{limit}"
+
+    def _record(self, sentence: str, verdict: HangVerdict, reports: list[RankReport]) -> None:
         """Lets one agent that answers write the verdict: the run folder may not be visible from here."""
-        for rank, report in self._reports.items():
+        job = self._job
+        for report in reports:
             if report.stacks:
-                self._output.write_stacks(rank, report.stacks)
-        for agent in self._pipes.all:
-            ranks = {world.rank for world in agent.placement.worlds}
-            if agent.state is PipeState.RUNNING and ranks & self._reports.keys():
+                job.output.write_stacks(report.rank, report.stacks)
+        hosts = {report.host for report in self._reports.values()}
+        for agent in job.agents.values():
+            if agent.state is PipeState.RUNNING and agent.name in hosts:
                 order = {"do": "verdict", "name": self._name, "text": sentence, "ranks": verdict.suspects}
-                agent.send({**order, "groups": verdict.groups, "step": step})
+                job.tell(agent, {**order, "groups": verdict.groups, "step": steps_done(reports)})
                 return
 
     def _where(self, verdict: HangVerdict) -> str:
         if self._kept:
             return f" Stacks: {self._kept}."
-        if (folder := self._output.folder) is not None:
+        if (folder := self._job.output.folder) is not None:
             return f" Stacks: {folder}/rank.<n>/stacks."
         # Nowhere to keep them: they are shown, each once.
         return f"\n{describe_groups(verdict)}"
 
-    def _lost_report(self, rank: int) -> RankReport:
-        return RankReport(
-            rank=rank, host=self._table.hosts[rank], pid=self._table.pids.get(rank, 0), state="lost", step=-1
-        )
+
+def _lost_report(worker: WorkerRecord) -> RankReport:
+    return RankReport(rank=worker.shown_rank, host=worker.host, pid=worker.pid, state="lost", step=-1)

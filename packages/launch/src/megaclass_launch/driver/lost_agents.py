@@ -5,21 +5,17 @@ also starts an orphan killer of its own on the host, through a new connection.
 """
 
 import contextlib
+import signal
 import subprocess
 import time
-from dataclasses import dataclass
 
-from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
-from megaclass_launch.driver.job_end import LEAVE_S, JobEnd
-from megaclass_launch.driver.job_start import JobStart
+from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
+from megaclass_launch.driver.job import JobState
+from megaclass_launch.driver.job_end import LEAVE_S, ban, end, note_failure
 from megaclass_launch.driver.outcome import Outcome
-from megaclass_launch.driver.output import DriverMessages
 from megaclass_launch.driver.ssh import SshSettings, agent_command, is_connection_lost, why_not_started
 from megaclass_launch.errors import EXIT_TRY_AGAIN
 from megaclass_launch.exit_codes import EXIT_HOST_LOST, how_it_ended
-from megaclass_launch.hosts import Host
-from megaclass_launch.options import RunOptions
-from megaclass_launch.wire.protocol import silence_limits
 
 _STDERR_READS = 16
 """Reads of an agent's stderr after its end; an ssh that keeps writing there must not keep the driver."""
@@ -33,113 +29,117 @@ _CONNECT_AND_KILL_S = 5.0
 """Time beyond the grace for ssh to connect and for the processes to vanish. A dead host delays the end of a run by it."""
 
 
-class LostAgents:
-    """Excludes agents from the job, ends the job because of them, and kills what they left behind."""
+def lose(
+    job: JobState, agent: AgentPipe, why: str, *, code: int = EXIT_HOST_LOST, is_reachable: bool = True, cause: str = ""
+) -> None:
+    """Excludes an agent that ended, fell silent or broke the protocol.
 
-    def __init__(
-        self,
-        pipes: AgentPipes,
-        start: JobStart,
-        end: JobEnd,
-        ssh: SshSettings,
-        messages: DriverMessages,
-        options: RunOptions,
-    ) -> None:
-        self._pipes = pipes
-        self._start = start
-        self._end = end
-        self._ssh = ssh
-        self._messages = messages
-        self._silence_s, self._silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
-        self._orphan_killers = OrphanKillers(ssh, options.fault_grace_s)
+    why: follows the host's name. code: of the job, if it ends because of that. cause: last words of ssh or the agent.
+    """
+    if agent.state is PipeState.STARTING and not job.is_elastic:
+        job.problems.append((agent.name, f"{agent.name} {why}."))
+        job.drop(agent)
+        return
+    # Asked before the agent is forgotten. One that was told to leave is not in use any more, and its host may have a new one
+    # by now: neither that one nor the workers there are lost.
+    is_in_use = job.agents.get(agent.name) is agent
+    # Only an agent that was told to start ranks can have left some behind. If its host does not answer, an orphan killer
+    # could not reach it, either.
+    job.drop(agent, kills_orphans=agent.state is PipeState.RUNNING and is_reachable)
+    if job.is_elastic:
+        if is_in_use:
+            lose_host(job, agent.name, f"{agent.name} {why}", code)
+        return
+    # While the job ends, ssh connections end in any order; only the first fault is worth a message.
+    if job.is_ending:
+        job.messages.detail(f"{agent.name} {why}")
+        return
+    lost = f"{agent.name} ({job.ranks.ranks_of(agent.name)}) {why}."
+    job.messages.say(f"{lost} Its ranks end by themselves; all others are being stopped.{cause}")
+    outcome = Outcome(exit_code=code, failed_hosts=(agent.name,))
+    end(job, outcome, report=f"the run ended because {lost}", grace_s=None if is_reachable else job.silence_grace_s)
 
-    def note_end_of_stream(self, agent: AgentPipe) -> None:
-        """Handles the end of ssh or the local agent before it said that all is done."""
-        why = why_ended(agent, self._ssh)
-        if agent.state is PipeState.STARTING:
-            self._start.problems.append((agent.name, why))
-            self._pipes.finish(agent, PipeState.LOST)
-        else:
-            self._lose(agent, why, code=code_of_lost(agent))
 
-    def note_silence(self, agent: AgentPipe, silent_s: float) -> None:
-        """Gives up a host that has not answered for too long."""
-        # An orphan killer could not reach it, either.
-        self._lose(agent, why_silent(silent_s), code=EXIT_TRY_AGAIN, is_reachable=False, grace_s=self._silence_grace_s)
+def lose_host(job: JobState, name: str, why: str, code: int = EXIT_HOST_LOST) -> None:
+    """Notes that a host of an elastic job has no agent any more, and that all its workers are gone. why: a sentence."""
+    lost = job.ranks.on_host(name)
+    for worker in lost:
+        job.show_rest(worker)
+        # As if by SIGKILL: what still runs there is ended by the orphan killers of its host.
+        job.ranks.note_exit(worker, worker.pid, -signal.SIGKILL)
+    if job.is_ending:
+        return
+    # Ranks that were leaving anyway do not count as lost.
+    num_members = sum(worker.rank is not None and not worker.is_leaving for worker in lost)
+    with_it = f" with {num_members} rank(s)" if num_members else ""
+    job.messages.say(f"{why.rstrip('.')}{with_it}. {ban(job, name)}")
+    note_failure(job, Outcome(exit_code=code, may_restart=False), f"{why.rstrip('.')}.")
 
-    def end_because_of_silence(self, rank: str, code: int) -> bool:
-        """Ends the job because of the hosts that do not answer, if there are any; returns whether there are.
 
-        To be called when a rank has failed. Ranks notice a dead connection about when the driver does, and often end first.
-        rank: its name for the message.
-        """
-        now = time.monotonic()
-        silent = [
-            (agent, now - agent.heard_at)
-            for agent in self._pipes.unfinished()
-            if agent.state is PipeState.RUNNING and now - agent.heard_at > SUSPECT_SHARE * self._silence_s
-        ]
-        if not silent or self._pipes.is_paused:
-            return False
-        names = ", ".join(f"{agent.name} ({agent.placement.ranks()})" for agent, _ in silent)
-        text = f"{names} {why_silent(max(silent_s for _, silent_s in silent))}; {rank} then ended with {how_it_ended(code)}."
-        self._messages.say(f"{text} All others are being stopped.")
-        for agent, _ in silent:
-            # Not waited for: no message reaches it. Its ranks end by themselves.
-            self._pipes.drop(agent)
-        # 74, as the ranks themselves end: a connection was lost, and the job may be started again.
-        outcome = Outcome(exit_code=EXIT_TRY_AGAIN, failed_hosts=tuple(agent.name for agent, _ in silent))
-        self._end.end(outcome, report=f"the run ended because {text}", grace_s=self._silence_grace_s)
-        return True
-
-    def distrust(self, agent: AgentPipe, why: str) -> None:
-        """Excludes a host that breaks the protocol: it is faulty, or controlled by an attacker."""
-        if agent.state is PipeState.STARTING:
-            self._start.problems.append((agent.name, f"{agent.name} {why}."))
-            self._pipes.drop(agent)
-        else:
-            self._lose(agent, why)
-
-    def abandon_unfinished(self) -> None:
-        """Leaves the agents that were told to end their ranks and do not report that they have."""
-        for agent in self._pipes.unfinished():
-            if agent.state is PipeState.RUNNING:
-                self._kill_orphans_of(agent)
-            self._pipes.finish(agent, PipeState.LOST)
-            self._messages.say(
-                f"{agent.name} does not report that its {agent.placement.ranks()} ended; closing the connection."
-            )
-
-    def wait_for_orphan_killers(self) -> None:
-        """Waits until every orphan killer is done or its time is up."""
-        self._orphan_killers.wait()
-
-    def _lose(
-        self,
-        agent: AgentPipe,
-        why: str,
-        *,
-        code: int = EXIT_HOST_LOST,
-        is_reachable: bool = True,
-        grace_s: float | None = None,
-    ) -> None:
-        # Only an agent that was told to start ranks can have left some behind.
-        if agent.state is PipeState.RUNNING and is_reachable:
-            self._kill_orphans_of(agent)
-        self._pipes.drop(agent)
-        # While the job ends, ssh connections end in any order; only the first fault is worth a message.
-        if self._end.is_ending:
-            self._messages.detail(f"{agent.name} {why}")
-            return
+def note_end_of_stream(job: JobState, agent: AgentPipe, why: str) -> None:
+    """Handles the end of ssh or the local agent before it said that all is done. why: see why_ended."""
+    # 74 if the network is the cause.
+    code = EXIT_TRY_AGAIN if is_connection_lost(agent.stderr_text) else EXIT_HOST_LOST
+    if agent.state is not PipeState.STARTING:
         # The last words of ssh or the agent are often the cause; earlier ones were shown with --verbose.
-        last = "".join(f"\n    {line}" for line in agent.stderr_text.splitlines()[-3:])
-        lost = f"{agent.name} ({agent.placement.ranks()}) {why}."
-        self._messages.say(f"{lost} Its ranks end by themselves; all others are being stopped.{last}")
-        outcome = Outcome(exit_code=code, failed_hosts=(agent.name,))
-        self._end.end(outcome, report=f"the run ended because {lost}", grace_s=grace_s)
+        cause = "".join(f"\n    {line}" for line in agent.stderr_text.splitlines()[-3:])
+        lose(job, agent, why, code=code, cause=cause)
+        return
+    is_in_use = job.agents.get(agent.name) is agent
+    job.drop(agent)
+    if not job.is_elastic:
+        job.problems.append((agent.name, why))
+    elif is_in_use:
+        lose_host(job, agent.name, why, code)
 
-    def _kill_orphans_of(self, agent: AgentPipe) -> None:
-        self._orphan_killers.start(agent, self._start.run_id_of(self._pipes.all.index(agent)))
+
+def note_silence(job: JobState, agent: AgentPipe, silent_s: float) -> None:
+    """Gives up a host that has not answered for too long."""
+    lose(job, agent, why_silent(silent_s), code=EXIT_TRY_AGAIN, is_reachable=False)
+
+
+def lose_late(job: JobState, now: float) -> None:
+    """Gives up hosts of an elastic job that have not said hello within the start timeout."""
+    limit_s = job.options.start_timeout_s
+    for agent in list(job.agents.values()):
+        if job.is_elastic and agent.state is PipeState.STARTING and now - agent.opened_at > limit_s:
+            lose(job, agent, f"did not report in time (--start-timeout {limit_s:g} s)")
+
+
+def end_because_of_silence(job: JobState, rank: str, code: int) -> bool:
+    """Ends the job because of the hosts that do not answer, if there are any; returns whether there are.
+
+    To be called when a rank has failed. Ranks notice a dead connection about when the driver does, and often end first.
+    rank: its name for the message.
+    """
+    now = time.monotonic()
+    silent = [
+        (agent, now - agent.heard_at)
+        for agent in job.unfinished()
+        if agent.state is PipeState.RUNNING and now - agent.heard_at > SUSPECT_SHARE * job.silence_s
+    ]
+    if not silent or job.is_paused:
+        return False
+    names = ", ".join(f"{agent.name} ({job.ranks.ranks_of(agent.name)})" for agent, _ in silent)
+    text = (
+        f"{names} {why_silent(max(silent_s for _, silent_s in silent))}; {rank} then ended with {how_it_ended(code)}."
+    )
+    job.messages.say(f"{text} All others are being stopped.")
+    for agent, _ in silent:
+        # Not waited for: no message reaches it. Its ranks end by themselves.
+        job.drop(agent)
+    # 74, as the ranks themselves end: a connection was lost, and the job may be started again.
+    outcome = Outcome(exit_code=EXIT_TRY_AGAIN, failed_hosts=tuple(agent.name for agent, _ in silent))
+    end(job, outcome, report=f"the run ended because {text}", grace_s=job.silence_grace_s)
+    return True
+
+
+def abandon_unfinished(job: JobState) -> None:
+    """Leaves the agents that were told to end their ranks and do not report that they have."""
+    for agent in job.unfinished():
+        ranks = "ranks" if job.is_elastic else job.ranks.ranks_of(agent.name)
+        job.messages.say(f"{agent.name} does not report that its {ranks} ended; closing the connection.")
+        job.drop(agent, kills_orphans=agent.state is PipeState.RUNNING)
 
 
 def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
@@ -153,14 +153,9 @@ def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
     # ssh's exit code tells a failed login (255) from an agent that ended.
     code = agent.wait(_EXIT_CODE_S)
     if agent.state is PipeState.STARTING:
-        return why_not_started(agent.placement.host, ssh, code, agent.stderr_text)
-    who = "its agent" if agent.placement.host.is_local else "its agent, or the ssh connection to it,"
+        return why_not_started(agent.host, ssh, code, agent.stderr_text)
+    who = "its agent" if agent.host.is_local else "its agent, or the ssh connection to it,"
     return f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
-
-
-def code_of_lost(agent: AgentPipe) -> int:
-    """Returns the exit code of a job that ends because ssh or the local agent has ended: 74 if the network is the cause."""
-    return EXIT_TRY_AGAIN if is_connection_lost(agent.stderr_text) else EXIT_HOST_LOST
 
 
 def why_silent(silent_s: float) -> str:
@@ -175,52 +170,33 @@ class OrphanKillers:
         self._ssh = ssh
         # The driver waits for them at its end, so they get no more time than the agents do.
         self._grace_s = min(grace_s, LEAVE_S)
-        self._running: list[OrphanKiller] = []
+        self._running: list[tuple[subprocess.Popen[bytes], float]] = []
+        """Each with the time at which it is given up."""
 
-    def start(self, agent: AgentPipe, run_id: str) -> None:
-        """Starts to kill all processes of the agent's run on its host."""
-        if len(self._running) < _MAX_ORPHAN_KILLERS:
-            with contextlib.suppress(OSError):
-                pid = agent.hello["pid"]
-                self._running.append(
-                    start_orphan_killer(agent.placement.host, self._ssh, run_id, agent_pid=pid, grace_s=self._grace_s)
-                )
+    def start(self, agent: AgentPipe) -> None:
+        """Starts to kill all processes of the agent's run on its host, and does not wait."""
+        if len(self._running) == _MAX_ORPHAN_KILLERS:
+            return
+        with contextlib.suppress(OSError):
+            process = subprocess.Popen(
+                agent_command(agent.host, self._ssh, "megaclass_launch.agent.orphan_killer"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+            self._running.append((process, time.monotonic() + self._grace_s + _CONNECT_AND_KILL_S))
+            assert process.stdin is not None
+            # The line is shorter than a pipe's buffer, so this never blocks.
+            with process.stdin:
+                process.stdin.write(f"{agent.run_id} {agent.hello['pid']} {self._grace_s}\n".encode("ascii"))
 
     def wait(self) -> None:
-        for killer in self._running:
-            killer.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class OrphanKiller:
-    """A running orphan killer on one host."""
-
-    process: subprocess.Popen[bytes]
-    deadline: float
-
-    def wait(self) -> None:
-        """Waits until it is done or its time is up: the host may be down, which is why its agent was lost."""
-        try:
-            self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def start_orphan_killer(host: Host, ssh: SshSettings, run_id: str, *, agent_pid: int, grace_s: float) -> OrphanKiller:
-    """Starts to kill all processes of the run on the host, and does not wait. agent_pid: the lost agent's pid there."""
-    process = subprocess.Popen(
-        agent_command(host, ssh, "megaclass_launch.agent.orphan_killer"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    # The line is shorter than a pipe's buffer, so this never blocks.
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(f"{run_id} {agent_pid} {grace_s}\n".encode("ascii"))
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
-    return OrphanKiller(process, time.monotonic() + grace_s + _CONNECT_AND_KILL_S)
+        """Waits until each is done or its time is up: the host may be down, which is why its agent was lost."""
+        for process, deadline in self._running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

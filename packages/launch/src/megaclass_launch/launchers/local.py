@@ -18,7 +18,6 @@ from megaclass_launch import operating_system
 from megaclass_launch.agent.supervisor import Supervisor, Worker, default_threads
 from megaclass_launch.driver import driver
 from megaclass_launch.driver.failure_report import headline, stopped_message
-from megaclass_launch.elastic import driver as elastic
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
 from megaclass_launch.hang.record import keep_stacks, keep_verdict, new_name
@@ -85,8 +84,7 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on this machine, also inside an allocation of a batch system."""
     if others := [host.name for host in hosts if not host.is_local]:
         raise LaunchError(f"--launcher local starts everything here, but {others[0]} is another machine: leave -H out.")
-    start = elastic.run if options.is_elastic else driver.run
-    return start(options, hosts or [this_machine(options)])
+    return driver.run(options, hosts or [this_machine(options)])
 
 
 def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str] = os.environ) -> int:

@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 
 from megaclass_launch.driver import driver
-from megaclass_launch.elastic import driver as elastic
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host, hosts_from_batch_system
 from megaclass_launch.options import RunOptions
@@ -16,12 +15,11 @@ _logger = logging.getLogger("megaclass.launch")
 def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on the given hosts, on those of the batch system, or else on this machine."""
     if options.host_discovery_script is not None:
-        return elastic.run(options, [])
+        return driver.run(options, [])
     if not hosts and (found := hosts_from_batch_system(os.environ)) is not None:
         hosts, what = found
         _logger.info("detected %s", what, extra={"sender": options.program})
-    start = elastic.run if options.is_elastic else driver.run
-    return start(options, hosts or [this_machine(options)])
+    return driver.run(options, hosts or [this_machine(options)])
 
 
 def this_machine(options: RunOptions) -> Host:

@@ -1,5 +1,12 @@
 """Checks the messages of an agent: every field of every message, before the driver acts on it. Standard library only.
 
+    of every job           hello, refuse, started, output, exit, stopped, progress, status, stacks, kept, note, beat, done
+    of elastic jobs only   ready, committed and failed, which come from workers by way of their agent; spare: ports for
+                           the next generation
+
+A worker has a number that no other worker of the job ever has; messages name it in the field `rank`. In a job that is not
+elastic it is the rank. In an elastic job the rank may change with every generation, and only the driver knows it.
+
 An agent runs on another host, which an attacker may control. It may report about its own ranks only, each field has a type
 and a range, control characters are removed from texts, and the number of remarks that are shown is limited. Everything else
 is a ProtocolError; the driver then treats the host as failed.
@@ -8,6 +15,7 @@ is a ProtocolError; the driver then treats the host as failed.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megaclass_launch.elastic.worker import Why
 from megaclass_launch.wire.checks import Check, ip_address, is_whole, number, one_of, text, truth, whole
 from megaclass_launch.wire.plain_text import plain_text
 from megaclass_launch.wire.protocol import Message, ProtocolError
@@ -27,21 +35,41 @@ _MAX_VERSIONS = 32
 _REMARKS = ("note", "refuse", "stopped", "kept")
 _ONLY_WHILE_RUNNING = ("started", "output", "exit", "stopped", "progress", "status", "stacks", "kept")
 _WITH_BYTES = ("output", "stacks")
+_MAX_TOKEN = 64
 _STATES = ("answered", "stopped", "kernel", "silent", "ended")
 
 
 class AgentMessageChecker:
     """Checks the messages of one agent during one start.
 
-    ranks: those that the agent was given. has_call: it was given a function, so its ranks send results.
+    ranks: those that the agent will be told to start; in an elastic job `expect` names them. holds_ports: its hello has to
+    name the ports of rank 0. has_call: it was given a function, so its ranks send results.
     """
 
-    def __init__(self, ranks: Collection[int], *, has_call: bool = False) -> None:
-        self._ranks = set(ranks)
+    def __init__(
+        self,
+        ranks: Collection[int] = (),
+        *,
+        is_elastic: bool = False,
+        holds_ports: bool = False,
+        has_call: bool = False,
+    ) -> None:
+        self._ranks: set[int] = set()
+        self._starting: list[set[int]] = []
+        """Ranks of each order to start, until the agent has told their pids."""
+        self._is_elastic = is_elastic
+        self._holds_ports = holds_ports or is_elastic
         self._streams = (*STREAMS, RESULT_STREAM) if has_call else STREAMS
         self._exited: set[int] = set()
         self._has_introduced_itself = False
         self._num_remarks = 0
+        if ranks:
+            self.expect(set(ranks))
+
+    def expect(self, ranks: set[int]) -> None:
+        """Notes that the agent is told to start these ranks: a message about any other one breaks the protocol."""
+        self._ranks |= ranks
+        self._starting.append(ranks)
 
     def checked(self, message: Message, payload: bytes, *, is_running: bool) -> Message:
         """Returns the message with its known fields only. is_running: the agent was told to start its ranks.
@@ -73,15 +101,24 @@ class AgentMessageChecker:
         """Returns the fields of each kind of message: a check, and whether the field is required."""
         rank = (self._rank, True)
         pid = (whole(1, _MAX_PID), True)
+        port, store_port = whole(1, 65535), whole(0, 65535)
+        of_elastic_jobs: dict[str, dict[str, tuple[Check, bool]]] = {
+            # The first three come from workers by way of their agent, and the driver trusts neither.
+            "ready": {"rank": rank, "token": (_token, True), "why": (one_of(tuple(Why)), True)},
+            "committed": {"rank": rank, "token": (_token, True), "step": (whole(0, MAX_STEP), True)},
+            "failed": {"rank": rank, "token": (_token, True), "text": (text(), True)},
+            "spare": {"port": (port, True), "store_port": (store_port, True)},
+        }
         return {
+            **(of_elastic_jobs if self._is_elastic else {}),
             "beat": {},
             "done": {},
             "hello": {
                 "pid": pid,
                 "ssh": (text(), False),
                 "address": (ip_address, False),
-                "port": (whole(1, 65535), 0 in self._ranks),
-                "store_port": (whole(0, 65535), False),
+                "port": (port, self._holds_ports),
+                "store_port": (store_port, self._is_elastic),
                 "versions": (_versions, False),
             },
             "refuse": {"why": (text(), True)},
@@ -126,14 +163,14 @@ class AgentMessageChecker:
         return int(value)
 
     def _pids(self, value: Any) -> dict[int, int]:
-        return self._pids_of(value, self._ranks)
-
-    def _pids_of(self, value: Any, ranks: Collection[int]) -> dict[int, int]:
         what = "a pid for each rank of this host"
-        if not isinstance(value, dict) or value.keys() != {str(rank) for rank in ranks}:
+        if not isinstance(value, dict):
             raise ValueError(what)
-        if not all(is_whole(pid) and 1 <= pid <= _MAX_PID for pid in value.values()):
+        # All ranks of one order: in an elastic job there may be several, and each is answered once.
+        started = next((ranks for ranks in self._starting if value.keys() == {str(rank) for rank in ranks}), None)
+        if started is None or not all(is_whole(pid) and 1 <= pid <= _MAX_PID for pid in value.values()):
             raise ValueError(what)
+        self._starting.remove(started)
         return {int(rank): pid for rank, pid in value.items()}
 
 
@@ -143,6 +180,12 @@ def _versions(value: Any) -> dict[str, str]:
     if not all(isinstance(version, str) for version in value.values()):
         raise ValueError("texts")
     return {plain_text(name, 40): plain_text(version, 80) for name, version in value.items()}
+
+
+def _token(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TOKEN or not value.isascii():
+        raise ValueError("a token")
+    return value
 
 
 def _shown(value: Any) -> str:

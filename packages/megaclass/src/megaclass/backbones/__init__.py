@@ -50,8 +50,14 @@ def check_backbone(name: str, image_size: ImageSize) -> None:
     if any(side % 16 for side in height_and_width(image_size)):
         raise ConfigError(
             f"Backbone {name} takes images whose sides are multiples of 16 pixels, not {shown_size(image_size)}: "
-            f"data.size sets another size."
+            f"set data.size={proposed_size(image_size)}."
         )
+
+
+def proposed_size(image_size: ImageSize) -> str:
+    """Returns the closest size that every backbone takes, as data.size is written."""
+    height, width = (min(4096, max(16, 16 * round(side / 16))) for side in height_and_width(image_size))
+    return f"{height}" if height == width else f"[{height},{width}]"
 
 
 def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> nn.Module:

@@ -63,8 +63,8 @@ from megaclass.distributed.agreement import when_done_on_every_rank
 from megaclass.errors import CheckpointError
 from megaclass_launch.errors import UserError, is_full_disk, is_transient
 from megaclass_launch.files import flush, make_private_folder
+from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
-from megaclass_launch.restart_progress import report_progress
 
 _log = logging.getLogger("megaclass.checkpoint")
 T = TypeVar("T")
@@ -324,7 +324,7 @@ class CheckpointWriter:
         _rename_over(save.unfinished, save.final)
         flush(self._checkpoints)
         # Only now: a restart counts as progress what a later start can resume from.
-        report_progress(snapshot.step)
+        own_status().checkpoint(snapshot.step)
         self._on_published(snapshot.step)
         for old in folders_to_delete(self._checkpoints, save.final, self._keep):
             # Renamed first: a partly removed checkpoint must not look like a complete one.

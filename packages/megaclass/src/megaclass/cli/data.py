@@ -34,9 +34,7 @@ def add_data_commands(commands: "Commands") -> None:
     check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
     check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
     check.add_argument("--repair", type=Path, metavar="OUT", help="write a copy of the readable images to this folder")
-    check.add_argument(
-        "--threads", type=int, default=num_cores(), help="number of decoding threads (default: one per core)"
-    )
+    _add_threads(check, "decode")
     check.add_argument(
         "--show", type=int, default=20, help="number of bad images to print (default: 20); --json prints all"
     )
@@ -75,9 +73,7 @@ def add_data_commands(commands: "Commands") -> None:
         below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
     )
     bench.add_argument("path", help=_DATA)
-    bench.add_argument(
-        "--threads", type=int, default=num_cores(), help="number of reader threads (default: one per core)"
-    )
+    _add_threads(bench, "read")
     bench.add_argument("--batch", type=int, default=256, help="images per batch (default: 256)")
     bench.add_argument("--seconds", type=float, default=2.0, help="seconds per stage (default: 2)")
     bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (default: cpu)")
@@ -97,9 +93,7 @@ def _add_split(below: "Commands") -> None:
     split.add_argument(
         "--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (default: 6000)"
     )
-    split.add_argument(
-        "--threads", type=int, default=num_cores(), help="number of reader threads (default: one per core)"
-    )
+    _add_threads(split, "read")
 
 
 def _add_synth(below: "Commands") -> None:
@@ -122,12 +116,7 @@ def _add_pack(below: "Commands") -> None:
     )
     pack.add_argument("path", help=_DATA)
     pack.add_argument("--out", type=Path, required=True, help="folder to write")
-    pack.add_argument(
-        "--format",
-        choices=["rec", "tar"],
-        default="rec",
-        help="output format (default: rec)",
-    )
+    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="output format (default: rec)")
     pack.add_argument(
         "--labels",
         choices=["auto", "float", "id2"],
@@ -149,12 +138,12 @@ def _add_pack(below: "Commands") -> None:
         help="with --size: add black borders, cut off edges, or stretch (default: squash)",
     )
     pack.add_argument("--shard-images", type=int, default=10_000, help="images per tar shard (default: 10000)")
-    pack.add_argument(
-        "--threads",
-        type=int,
-        default=num_cores(),
-        help="number of threads that read and encode (default: one per core)",
-    )
+    _add_threads(pack, "read and encode")
+
+
+def _add_threads(parser: argparse.ArgumentParser, do: str) -> None:
+    meaning = f"number of threads that {do} (default: one per core)"
+    parser.add_argument("--threads", type=int, default=num_cores(), help=meaning)
 
 
 def _command(

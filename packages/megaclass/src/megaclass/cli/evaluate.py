@@ -149,29 +149,38 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
     if _starts_ranks(options):
         return _on_own_ranks(options, given)
-    from megaclass.api import evaluate
-    from megaclass_launch.world import world_from_environment
+    from megaclass.api import Evaluation, evaluate
 
-    found = evaluate(
-        options.model,
-        options.on,
-        classify=options.classify,
-        gallery=options.gallery,
-        probes=options.probes,
-        distractors=options.distractors,
-        training_data=options.training_data,
-        out=options.out,
-        fit=options.fit,
-        resize=options.resize,
-        mirror=options.mirror,
-        batch_size=options.batch_size,
-        threads=options.threads,
-        device=options.device,
-        backbone=options.backbone,
-        on_result=None if options.json else print_result,
-    )
-    if options.json and world_from_environment().is_main:
-        print(json.dumps(found.numbers, indent=1), flush=True)
+    results: list[SetResult] = []
+
+    def show(result: "SetResult") -> None:
+        results.append(result)
+        if not options.json:
+            print_result(result)
+
+    try:
+        found = evaluate(
+            options.model,
+            options.on,
+            classify=options.classify,
+            gallery=options.gallery,
+            probes=options.probes,
+            distractors=options.distractors,
+            training_data=options.training_data,
+            out=options.out,
+            fit=options.fit,
+            resize=options.resize,
+            mirror=options.mirror,
+            batch_size=options.batch_size,
+            threads=options.threads,
+            device=options.device,
+            backbone=options.backbone,
+            on_result=show,
+        )
+    finally:
+        # On rank 0, also if they cannot be written.
+        if options.json and results:
+            print(json.dumps(Evaluation(results).numbers, indent=1), flush=True)
     return 2 if any(result.error is not None for result in found.results) else 0
 
 

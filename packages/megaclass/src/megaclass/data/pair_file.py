@@ -142,13 +142,24 @@ class _PairUnpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
-        stand_in = _ADMITTED.get(f"{module}.{name}")
-        if stand_in is None:
+        if f"{module}.{name}" in _BYTES:
+            return self._make_bytes
+        if f"{module}.{name}" not in _STAND_INS:
             raise DataError(
                 f"The pairs {self._path} ask for {module}.{name} when opened: only bytes and arrays are admitted. "
                 f"Do not trust this file."
             )
-        return _MakeBytes(self._left) if stand_in is _MakeBytes else stand_in()
+        return _STAND_INS[f"{module}.{name}"]
+
+    def _make_bytes(self, content: Any = b"", encoding: Any = "latin1") -> bytes:
+        """`bytes(…)` and `_codecs.encode(…)` as pickles use them; `bytes(10**12)` would be a request for memory."""
+        if isinstance(content, str | bytes | bytearray | list):
+            self._left.take(len(content))
+        if isinstance(content, str) and encoding in ("latin1", "latin-1", b"latin1", b"latin-1"):
+            return content.encode("latin1")
+        if isinstance(content, bytes | bytearray | list):
+            return bytes(content)
+        raise pickle.UnpicklingError(f"bytes made of {_describe(content)}")
 
 
 class _Allowance:
@@ -168,8 +179,8 @@ class _Array:
 
     __slots__ = ("flat", "shape")
 
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] = (0,)
+    def __init__(self, shape: tuple[int, ...] = (0,)) -> None:
+        self.shape = shape
         self.flat: NDArray[Any] | list[Any] = []
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -203,77 +214,24 @@ class _Dtype:
         """Ignores byte order and alignment, which the name implies for the admitted types."""
 
 
-class _ArrayType:
-    __slots__ = ()
+def _filled(shape: Any, content: Any, dtype: Any) -> _Array:
+    array = _Array(shape)
+    array.fill(content, dtype)
+    return array
 
 
-class _Reconstruct:
-    __slots__ = ()
-
-    def __call__(self, array_type: Any, shape: Any, code: Any) -> _Array:
-        return _Array()
-
-
-class _FromBuffer:
-    __slots__ = ()
-
-    def __call__(self, content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-        array = _Array()
-        array.shape = shape
-        array.fill(content, dtype)
-        return array
-
-
-class _MakeDtype:
-    __slots__ = ()
-
-    def __call__(self, name: Any, *alignment: Any) -> _Dtype:
-        return _Dtype(name)
-
-
-class _MakeScalar:
-    __slots__ = ()
-
-    def __call__(self, dtype: Any, content: Any) -> bool | int:
-        array = _Array()
-        array.shape = (1,)
-        array.fill(content, dtype)
-        return int(array.flat[0])
-
-
-class _MakeBytes:
-    """`bytes(…)` and `_codecs.encode(…)` as pickles use them; `bytes(10**12)` would be a request for memory."""
-
-    __slots__ = ("_left",)
-
-    def __init__(self, left: _Allowance) -> None:
-        self._left = left
-
-    def __call__(self, content: Any = b"", encoding: Any = "latin1") -> bytes:
-        if isinstance(content, str | bytes | bytearray | list):
-            self._left.take(len(content))
-        if isinstance(content, str) and encoding in ("latin1", "latin-1", b"latin1", b"latin-1"):
-            return content.encode("latin1")
-        if isinstance(content, bytes | bytearray | list):
-            return bytes(content)
-        raise pickle.UnpicklingError(f"bytes made of {_describe(content)}")
-
-
-_ADMITTED: dict[str, type] = {
-    "numpy.ndarray": _ArrayType,
-    "numpy.dtype": _MakeDtype,
-    "numpy.core.multiarray._reconstruct": _Reconstruct,
-    "numpy._core.multiarray._reconstruct": _Reconstruct,
-    "numpy.core.numeric._frombuffer": _FromBuffer,
-    "numpy._core.numeric._frombuffer": _FromBuffer,
-    "numpy.core.multiarray.scalar": _MakeScalar,
-    "numpy._core.multiarray.scalar": _MakeScalar,
-    "_codecs.encode": _MakeBytes,
-    "builtins.bytes": _MakeBytes,
-    "builtins.bytearray": _MakeBytes,
-    "__builtin__.bytes": _MakeBytes,
-    "__builtin__.bytearray": _MakeBytes,
+# What a file may ask for: the names are NumPy's, the arguments those that it pickles, and nothing of NumPy is called.
+_STAND_INS: dict[str, Callable[..., Any] | None] = {
+    "numpy.ndarray": None,
+    "numpy.dtype": lambda name, *alignment: _Dtype(name),
 }
+for _core in ("numpy.core", "numpy._core"):
+    _STAND_INS |= {
+        f"{_core}.multiarray._reconstruct": lambda array_type, shape, code: _Array(),
+        f"{_core}.numeric._frombuffer": lambda content, dtype, shape, order: _filled(shape, content, dtype),
+        f"{_core}.multiarray.scalar": lambda dtype, content: int(_filled((1,), content, dtype).flat[0]),
+    }
+_BYTES = {"_codecs.encode", "builtins.bytes", "builtins.bytearray", "__builtin__.bytes", "__builtin__.bytearray"}
 
 
 def _as_list(found: Any, what: str, path: Path) -> list[Any]:

@@ -202,6 +202,10 @@ class EvaluationProtocol(ABC):
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         """Returns the table rows of a set in the report, one cell for the numbers of each model."""
 
+    def meaning(self, numbers: Numbers) -> str:
+        """Returns what the quoted number means, for readers who do not know the protocol; may be empty."""
+        return ""
+
     def remark(self, numbers: Numbers) -> str:
         """Returns a sentence that belongs next to the numbers wherever they are shown; may be empty."""
         return ""

@@ -10,18 +10,23 @@ Each file is opened again and must give the embeddings of the model before the f
 import importlib
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import megaclass
 from megaclass.errors import ExportError
+from megaclass.evaluation.protocol import SetResult
+from megaclass.evaluation.protocols import PROTOCOLS
+from megaclass.evaluation.report.templates import render
+from megaclass.evaluation.results import headline, read_results, remarks_on
 from megaclass.export import EXPORTERS
 from megaclass.export.check import Exporter, ExportJob
-from megaclass.export.model_card import model_card
-from megaclass.image_size import size_to_text
+from megaclass.image_size import shown_size, size_to_text
 from megaclass.inference import LoadedModel, load
 from megaclass.inference.load import HUB_PREFIX, hub_library
 from megaclass.insightface.names import INSIGHTFACE_NAMES
+from megaclass.metrics_file import read_summary
 from megaclass_launch.files import published_folder
 
 _CONFIG_FILE, _CARD_FILE = "config.json", "README.md"
@@ -50,7 +55,7 @@ def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated
     with published_folder(out.resolve()) as unfinished:
         exporter.write(ExportJob(model=model, run=run, folder=unfinished, out=out, metadata=metadata))
         (unfinished / _CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        (unfinished / _CARD_FILE).write_text(model_card(config, run, licence, exporter.usage), encoding="utf-8")
+        (unfinished / _CARD_FILE).write_text(_model_card(config, run, licence, exporter.usage), encoding="utf-8")
     return out
 
 
@@ -88,6 +93,45 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return size_to_text(value) if isinstance(value, tuple) else str(value)
+
+
+# Those of the Hub's identifiers that models usually have.
+_HUB_LICENCES = {
+    *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "gpl-3.0", "lgpl-3.0", "agpl-3.0", "openrail", "unlicense"),
+    *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0"),
+}
+
+
+def _model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage: str) -> str:
+    """Returns the text of README.md: what the model is, its numbers, and how to use it.
+
+    run: folder with the summary and evaluation of training; None for a model without a run.
+    """
+    results = [one for one in read_results(run) if one.error is None] if run is not None else []
+    return render(
+        "export/model_card.md.j2",
+        config=config,
+        size=shown_size(config["image_size"]),
+        summary=read_summary(run) if run is not None else {},
+        results=[(one.name, _protocol(one), headline(one), remarks_on(one)) for one in results],
+        licence=licence,
+        licence_lines="\n".join(_licence_lines(licence)),
+        usage=usage.replace("{insightface_name}", str(config["insightface_name"])).replace(
+            "{embedding_dim}", str(config["embedding_dim"])
+        ),
+    )
+
+
+def _licence_lines(licence: str) -> list[str]:
+    """Returns the licence as the Hugging Face Hub accepts it: an identifier that it knows, or "other" with a name."""
+    if licence.lower() in _HUB_LICENCES:
+        return [f"license: {licence.lower()}"]
+    return ["license: other", f"license_name: {json.dumps(licence)}"]
+
+
+def _protocol(result: SetResult) -> str:
+    name = PROTOCOLS[result.kind].card_name
+    return name.replace(", both flips", "") + ", not mirrored" if result.numbers.get("mirror") is False else name
 
 
 # The names and centres of the training classes may be those of real people: they are published on request only.

@@ -1,19 +1,15 @@
 """Renders the result of a search as one self-contained page with pictures, in the style of the report."""
 
-import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
-from markupsafe import Markup
 from PIL import Image
 
-import megaclass.evaluation.report as report
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.files import read_image_file
 from megaclass.errors import DataError
-from megaclass.evaluation.report.classes import Picture, picture
+from megaclass.evaluation.report.templates import Picture, picture, render
 from megaclass.inference.image_index import Neighbour
 from megaclass.inference.loaded_model import LoadedModel
 from megaclass_launch.files import write_text
@@ -29,9 +25,9 @@ def write_search_page(
     threshold = None
     if model.known_thresholds:
         threshold = model.threshold()
-    page = _template().render(
+    page = render(
+        "inference/search.html.j2",
         title=f"Search in {gallery}",
-        style=Markup((Path(report.__path__[0]) / "report.css").read_text(encoding="utf-8")),
         model=model.name,
         threshold=threshold,
         results=[
@@ -67,11 +63,3 @@ def _picture(path: Path | None) -> Picture:
     with io.BytesIO() as encoded:
         image.save(encoded, format="PNG")
         return picture(encoded.getvalue(), path.name)
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.get_template("search.html.j2")

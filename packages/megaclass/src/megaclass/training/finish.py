@@ -25,7 +25,7 @@ from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.pairs import result_of_pairs
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
 from megaclass.evaluation.report.page import write_report
-from megaclass.evaluation.results import write_results
+from megaclass.evaluation.results import NUMBERS_FILE, write_results
 from megaclass.evaluation.training_images import examine_training_images, write_training_images
 from megaclass.evaluation.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
@@ -95,7 +95,9 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
     run.folder.write_summary(summary)
     with _optional(f"The report, which megaclass report {folder} can make later,"):
         # Under the same key as `megaclass evaluate` on this run, so sets evaluated later are added to these.
-        write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
+        # Without a set there is nothing to write, except over numbers of earlier weights.
+        if results or (folder / NUMBERS_FILE).exists():
+            write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
         write_faces(folder, _sample_faces(source))
         cpu = torch.device("cpu")
         with bar_on_demand("comparing the class centres for the report") as on_progress:

@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -378,20 +379,22 @@ class LoaderProcesses:
         start_fork_server()
         self._context = _WorkerContext()
         again: Iterable[Piece] = tuple(self._given)
-        loader = DataLoader(
-            _Pieces(self._settings.path, self._reader.plan, self._slots, dict(self._crashes)),
-            batch_size=None,
-            # What was handed out before is not noted a second time.
-            sampler=itertools.chain(again, self._pieces),
-            num_workers=self._num_workers,
-            prefetch_factor=self._prefetch,
-            multiprocessing_context=self._context,
-            # Looks for workers that have died this often.
-            timeout=_LOOK_S,
-            # Otherwise the number from which workers seed themselves would be drawn from the stream of the training.
-            generator=torch.Generator(),
-        )
-        with _clean_start():
+        with warnings.catch_warnings(), _clean_start():
+            # More workers than cores are what the user has asked for.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            loader = DataLoader(
+                _Pieces(self._settings.path, self._reader.plan, self._slots, dict(self._crashes)),
+                batch_size=None,
+                # What was handed out before is not noted a second time.
+                sampler=itertools.chain(again, self._pieces),
+                num_workers=self._num_workers,
+                prefetch_factor=self._prefetch,
+                multiprocessing_context=self._context,
+                # Looks for workers that have died this often.
+                timeout=_LOOK_S,
+                # Otherwise the number from which workers seed themselves would be drawn from the stream of the training.
+                generator=torch.Generator(),
+            )
             self._filled = iter(loader)
 
     def _end_workers(self) -> None:

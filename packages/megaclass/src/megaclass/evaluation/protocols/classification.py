@@ -153,6 +153,12 @@ class ClassificationProtocol(EvaluationProtocol):
             f"{numbers['num_model_classes']:,} classes of the model. In brackets: 95 % confidence."
         )
 
+    def meaning(self, numbers: Numbers) -> str:
+        return (
+            f"Shown an image, the model names the right one of its {numbers['num_model_classes']:,} classes in "
+            f"{numbers['top_k']['1']:.1%} of cases."
+        )
+
     def remark(self, numbers: Numbers) -> str:
         told = f"Classes are matched by {numbers['matched_by']}."
         if numbers["num_unknown_images"]:

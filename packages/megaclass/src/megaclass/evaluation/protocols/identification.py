@@ -124,6 +124,12 @@ class IdentificationProtocol(EvaluationProtocol):
             f"{numbers['num_unmated']:,} have none."
         )
 
+    def meaning(self, numbers: Numbers) -> str:
+        share = self.quoted(numbers)
+        if share is None:
+            return ""
+        return f"Searched for among {numbers['num_gallery']:,} others, the right identity comes first in {share:.1%} of cases."
+
     def remark(self, numbers: Numbers) -> str:
         num_inside = numbers.get("num_probes_in_gallery", 0)
         if num_inside is None:

@@ -173,6 +173,13 @@ class PairProtocol(EvaluationProtocol):
             f"chosen on {num_folds - 1} folds and judged on the one left out. In brackets: 95 % confidence."
         )
 
+    def meaning(self, numbers: Numbers) -> str:
+        share = numbers["num_same"] / max(1, numbers["num_pairs"])
+        return (
+            f"Shown the two images of a pair, the model says correctly in {numbers['accuracy']:.1%} of cases whether both "
+            f"are of the same identity; guessing is right in {max(share, 1 - share):.0%}."
+        )
+
     def remark(self, numbers: Numbers) -> str:
         return training_data_line(numbers)
 

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megaclass.config.schema import HeadConfig
 from megaclass.evaluation.report.charts import (
     NARROW,
@@ -28,8 +30,6 @@ from megaclass.evaluation.report.charts import (
     Figure,
     Series,
     colour,
-    fixed_axis,
-    line_chart,
     linear_axis,
     log_axis,
     smoothed,
@@ -129,32 +129,26 @@ _LOG_FROM = 30.0
 """A gradient norm that falls by more than this factor is drawn on a logarithmic axis."""
 
 
-def training_figures(runs: Runs, cosines: Mapping[str, HealthyRange] | None = None) -> list[Figure]:
+def training_figures(runs: Runs, cosines: Mapping[str, HealthyRange]) -> list[Figure]:
     """Returns one figure per measure that the runs recorded. cosines: healthy range of the target cosine of each run."""
-    figures = []
-    for chart in _CHARTS:
-        if chart.is_always_shown or any(chart.key in row for _, _, rows in runs for row in rows):
-            columns = [(place, name, *_column(rows, chart.key)) for place, name, rows in runs]
-            healthy: list[tuple[str, HealthyRange]] = []
-            if chart.key == _COSINE:
-                healthy = [(name, cosines[name]) for _, name, _ in runs if cosines and name in cosines]
-            elif chart.key == _GRADIENT:
-                found = [(name, gradient_range(values)) for _, name, _, values in columns]
-                healthy = [(name, one) for name, one in found if one is not None]
-            figures.append(_figure(chart, columns, healthy, runs))
-    return figures
+    return [
+        _figure(chart, runs, cosines)
+        for chart in _CHARTS
+        if chart.is_always_shown or any(row.get(chart.key) for _, _, rows in runs for row in rows)
+    ]
 
 
-def _figure(
-    chart: _Chart,
-    columns: Sequence[tuple[int, str, list[float], list[float]]],
-    healthy: Sequence[tuple[str, HealthyRange]],
-    runs: Runs,
-) -> Figure:
-    is_alone = len(columns) == 1
-    faint, series = [], []
-    for place, name, steps, given in columns:
-        values = _summed(given) if chart.is_summed else given
+def _figure(chart: _Chart, runs: Runs, cosines: Mapping[str, HealthyRange]) -> Figure:
+    is_alone = len(runs) == 1
+    faint, series, healthy = [], [], {}
+    for place, name, rows in runs:
+        steps, values = _column(rows, chart.key)
+        if chart.is_summed:
+            values = np.nancumsum(values).tolist()
+        if chart.key == _GRADIENT:
+            healthy[name] = gradient_range(values)
+        elif chart.key == _COSINE:
+            healthy[name] = cosines.get(name)
         if chart.is_smoothed:
             title = "each row" if is_alone else f"{name}, each row"
             faint.append(Series(name=title, xs=steps, ys=values, css=f"{colour(place)} faint"))
@@ -164,27 +158,26 @@ def _figure(
     drawn = [*faint, *series]
     if not any(math.isfinite(value) for one in drawn for value in one.ys):
         return Figure(title=chart.title)
-    x_axis = linear_axis("step", [step for one in drawn for step in one.xs], is_tight=True)
+    x = linear_axis("step", [step for one in drawn for step in one.xs], is_tight=True)
     if steps_per_epoch := _steps_per_epoch(runs):
-        x_axis = with_epochs(x_axis, steps_per_epoch)
+        x = with_epochs(x, steps_per_epoch)
     # Ranges of several runs overlap, because their settings are alike: the page shades all of them as one.
-    band = (min(one.low for _, one in healthy), max(one.high for _, one in healthy)) if healthy else None
-    svg = line_chart(drawn, x_axis, _y_axis(chart, drawn, band), title=chart.title, size=NARROW, band=band)
+    ranges = {name: one for name, one in healthy.items() if one is not None}
+    band = (min(one.low for one in ranges.values()), max(one.high for one in ranges.values())) if ranges else None
     shown = drawn if is_alone else series
     legend = [(one.name, one.css) for one in shown] if len(shown) > 1 else []
-    legend += [("healthy", "band")] * bool(healthy)
-    return Figure(title=chart.title, svg=svg, legend=legend, has_toggles=not is_alone, note=_note(healthy))
-
-
-def _note(healthy: Sequence[tuple[str, HealthyRange]]) -> str:
-    """Returns the words about the ranges; if they differ, those of the first run and the limits of the others."""
-    if not healthy:
-        return ""
-    words = healthy[0][1].words
-    others = [(name, one.low) for name, one in healthy[1:] if one.words != words]
-    if not others:
-        return words
-    return f"{healthy[0][0]}: {words} " + ", ".join(f"{name}: from {low:.2f} on" for name, low in others) + "."
+    note = next((one.words if is_alone else f"{name}: {one.words}" for name, one in ranges.items()), "")
+    return Figure(
+        title=chart.title,
+        lines=drawn,
+        x=x,
+        y=_y_axis(chart, drawn, band),
+        size=NARROW,
+        band=band,
+        legend=legend + [("healthy", "band")] * bool(band),
+        has_toggles=not is_alone,
+        note=note,
+    )
 
 
 def _y_axis(chart: _Chart, drawn: Sequence[Series], band: tuple[float, float] | None) -> Axis:
@@ -194,29 +187,17 @@ def _y_axis(chart: _Chart, drawn: Sequence[Series], band: tuple[float, float] | 
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
         return log_axis(chart.label, 10.0**low, 10.0 ** max(high, low + 1))
     if chart.is_summed and max(values, default=0.0) <= 1:
-        return fixed_axis(chart.label, [0.0, 1.0])
+        return linear_axis(chart.label, [0.0, 1.0], step=1.0)
     if chart.key == _COSINE and band is not None:
         # The whole way to the range is shown, also by a run that stays far below it.
         values += [0.0, min(1.0, band[0] + 0.1)]
     return linear_axis(chart.label, values, from_zero=True)
 
 
-def _summed(values: Sequence[float]) -> list[float]:
-    total, sums = 0.0, []
-    for value in values:
-        total += 0.0 if math.isnan(value) else value
-        sums.append(total)
-    return sums
-
-
 def _steps_per_epoch(runs: Runs) -> float | None:
     """Returns the steps of an epoch if they are known and the same in all runs."""
-    found = {
-        round(row["step"] / row["epoch"], 1)
-        for _, _, rows in runs
-        for row in rows[-1:]
-        if row.get("epoch") and row.get("step")
-    }
+    last = [rows[-1] for _, _, rows in runs if rows]
+    found = {round(row["step"] / row["epoch"], 1) for row in last if row.get("epoch") and row.get("step")}
     return found.pop() if len(found) == 1 else None
 
 
@@ -226,74 +207,43 @@ def _column(metrics: Rows, key: str) -> tuple[list[float], list[float]]:
     return [float(row["step"]) for row in rows], [math.nan if row[key] is None else float(row[key]) for row in rows]
 
 
-def times(runs: Runs) -> list[dict[str, Any]]:
-    """Returns a bar per run: what its time was spent on."""
-    found = []
-    for _, name, rows in runs:
-        parts = time_parts(rows)
-        if parts:
-            total = sum(parts.values()) or 1.0
-            shown = [
-                {
-                    "name": part,
-                    "text": f"{seconds:,.1f} s ({seconds / total:.0%})",
-                    "share": f"{100 * seconds / total:.2f}",
-                }
-                for part, seconds in parts.items()
-            ]
-            for place, part in enumerate(shown):
-                part["css"] = f"part-{_PARTS.get(str(part['name']), place)}"
-            found.append({"name": name, "parts": shown})
+def passed_s(metrics: Rows, events: Rows = ()) -> list[float]:
+    """Returns the seconds of training that each row adds. The clock of a run begins again at 0 when it is resumed."""
+    steps = [int(event.get("step") or 0) for event in events if event.get("event") == "resume"]
+    # A later resume from an earlier checkpoint took back the rows of those before it.
+    resumed = [step for place, step in enumerate(steps) if step <= min(steps[place:])]
+    found, before, step_before = [], 0.0, 0
+    for row in metrics:
+        elapsed, step = row.get("elapsed_s"), int(row.get("step") or 0)
+        # Not a number is neither.
+        if elapsed is None or not elapsed >= 0:
+            found.append(0.0)
+            continue
+        is_new_start = elapsed < before or any(step_before <= one < step for one in resumed)
+        found.append(elapsed if is_new_start else elapsed - before)
+        before, step_before = elapsed, step
     return found
 
 
-# The same colours as in the bars of the ranks.
-_PARTS = {
-    "computing": 1,
-    "waiting for data": 0,
-    "forward": 1,
-    "backward": 2,
-    "update": 3,
-    "exchange": 4,
-    "evaluating": 5,
-}
-_PARTS |= {"saving and other": 6}
+def time_parts(metrics: Rows, events: Rows = ()) -> dict[str, float]:
+    """Returns the seconds of each phase of the steps, of evaluating and of all else. Phases are means over the ranks.
 
-
-def time_parts(metrics: Rows) -> dict[str, float]:
-    """Returns the seconds of each phase of the steps, of evaluating and of all else; without phases, of computing.
-
-    The share of waiting in a row refers to its time without evaluation. Phases are means over the ranks.
+    Empty if the rows have no phases, as in runs of version 0.1.
     """
-    seconds: dict[str, float] = {}
-    before, step_before = 0.0, 0
-    for row in metrics:
-        elapsed = row.get("elapsed_s")
-        # Not a number is neither.
-        if elapsed is None or not elapsed >= 0:
+    seconds = dict.fromkeys([*PHASES, "evaluating", "saving and other"], 0.0)
+    step_before = 0
+    for row, passed in zip(metrics, passed_s(metrics, events), strict=True):
+        phases = {phase: row.get(f"{phase}_s") for phase in PHASES}
+        if not passed or not all(isinstance(value, int | float) and value >= 0 for value in phases.values()):
             continue
-        # A resumed run starts counting at zero again.
-        passed = elapsed - before if elapsed >= before else elapsed
         num_steps = max(0, int(row.get("step") or 0) - step_before)
-        before, step_before = elapsed, int(row.get("step") or 0)
+        step_before = int(row.get("step") or 0)
         evaluating = min(passed, max(0.0, float(row.get("evaluation_s") or 0.0)))
-        passed -= evaluating
-        for name, spent in _parts_of_row(row, passed, num_steps).items():
-            seconds[name] = seconds.get(name, 0.0) + spent
-        if evaluating:
-            seconds["evaluating"] = seconds.get("evaluating", 0.0) + evaluating
-    return seconds
-
-
-def _parts_of_row(row: Mapping[str, Any], passed: float, num_steps: int) -> dict[str, float]:
-    phases = {phase: row.get(f"{phase}_s") for phase in PHASES}
-    if num_steps and all(isinstance(value, int | float) and value >= 0 for value in phases.values()):
         spent = {phase: float(value or 0.0) * num_steps for phase, value in phases.items()}
         # Clocks of several ranks may add up to slightly more than the time that passed on rank 0.
-        scale = min(1.0, passed / sum(spent.values())) if sum(spent.values()) else 1.0
-        spent = {"waiting for data" if phase == "data" else phase: scale * value for phase, value in spent.items()}
-        return {**spent, "saving and other": passed - sum(spent.values())}
-    share = row.get("data_wait_share") or 0.0
-    share = min(1.0, max(0.0, float(share))) if share == share else 0.0
-    parts = {"computing": passed * (1 - share)}
-    return {**parts, "waiting for data": passed * share} if "data_wait_share" in row else parts
+        scale = min(1.0, (passed - evaluating) / (sum(spent.values()) or 1.0))
+        for phase, value in spent.items():
+            seconds[phase] += scale * value
+        seconds["evaluating"] += evaluating
+        seconds["saving and other"] += passed - evaluating - scale * sum(spent.values())
+    return {name: value for name, value in seconds.items() if value} if any(seconds.values()) else {}

@@ -5,6 +5,7 @@ import logging
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from megaclass.errors import DataError
 from megaclass.evaluation.centres import read_run_centres
 from megaclass.evaluation.embed import OnProgress
 from megaclass.evaluation.examples import Examples
+from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health
-from megaclass.evaluation.report.curves import cosine_range, time_parts
-from megaclass.evaluation.report.page import ModelReport, ReportData
-from megaclass.evaluation.report.ranks import rank_rows
+from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range, passed_s
+from megaclass.evaluation.report.ranks import RankRow, rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluation.training_images import read_training_images
 from megaclass.metrics_file import read_metrics, read_summary
@@ -33,6 +34,46 @@ from megaclass_launch.files import published_file
 _log = logging.getLogger("megaclass.evaluation")
 BASELINES_FOLDER = "baselines"
 _FACES_FILE = "faces.npz"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelReport:
+    """One run, or a baseline to compare it with. Empty fields are left out of the page."""
+
+    name: str
+    results: Sequence[SetResult] = ()
+    is_baseline: bool = False
+    """Shown in numbers and ROC, without histogram and images of its own."""
+    metrics: Sequence[Mapping[str, Any]] = ()
+    """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
+    rank_rows: Sequence[RankRow] = ()
+    """Times of the ranks, from the same rows."""
+    events: Sequence[Mapping[str, Any]] = ()
+    """Rows of events.jsonl."""
+    cosines: HealthyRange | None = None
+    """Healthy range of the target cosine, by the settings."""
+    profiles: Sequence[Path] = ()
+    """Traces and memory snapshots of train.profile."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Facts about the run in the order shown: data and its fingerprint, ranks, classes, steps."""
+    config_text: str = ""
+    centres: CentreHealth | None = None
+    training_images: Examples | None = None
+    sample_faces: Sequence[Sequence[bytes]] = ()
+    """Encoded training images, one row per identity."""
+
+    def on(self, name: str) -> SetResult | None:
+        """Returns the result on the set of that name."""
+        return next((result for result in self.results if result.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReportData:
+    """The content of a page."""
+
+    title: str
+    models: Sequence[ModelReport]
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def report_of_runs(
@@ -151,59 +192,54 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
 
 
-def _facts(
-    summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, str]:
-    shown = {
-        "finished_at": ("Finished", "{}"),
-        "command": ("Command", "{}"),
-        "host": ("Host", "{}"),
-        "gpu": ("GPU", "{}"),
-        "version": ("Version of megaclass", "{}"),
-        "data": ("Data", "{}"),
-        "data_fingerprint": ("Data fingerprint", "{}"),
-        "num_classes": ("Classes", "{:,}"),
-        "num_images": ("Training images", "{:,}"),
-        "image_size": ("Image size", "{}"),
-        "backbone": ("Backbone", "{}"),
-        "embedding_dim": ("Numbers per embedding", "{}"),
-        "world_size": ("Ranks", "{}"),
-        "steps": ("Steps", "{:,}"),
-        "final_loss": ("Final loss", "{:.4f}"),
-        "images_per_second": ("Images per second", "{:,.0f}"),
-    }
-    facts = _begun(events)
-    if seconds := sum(time_parts(metrics).values()):
-        facts["Duration"] = duration_text(seconds)
-    if peaks := [row["gpu_memory_gib"] for row in metrics if row.get("gpu_memory_gib")]:
-        facts["Largest allocation on the GPU"] = f"{max(peaks):.2f} GiB on rank 0"
-    for key, (title, text) in shown.items():
-        value = summary.get(key)
-        if value is not None:
-            is_plain = text == "{}" or _is_number(value)
-            facts[title] = text.format(value) if is_plain else str(value)
-    size = summary.get("image_size")
-    if isinstance(size, int):
-        facts["Image size"] = f"{size} × {size}"
-    elif isinstance(size, list):
-        # (height, width) of a rectangle.
-        facts["Image size"] = " × ".join(map(str, reversed(size)))
-    return facts
+_FACTS = {
+    "started_at": ("Started", ""),
+    "finished_at": ("Finished", ""),
+    "duration": ("Duration", ""),
+    "command": ("Command", ""),
+    "host": ("Host", ""),
+    "gpu": ("GPU", ""),
+    "gpu_memory": ("Largest allocation on the GPU", ""),
+    "version": ("Version of megaclass", ""),
+    "data": ("Data", ""),
+    "data_fingerprint": ("Data fingerprint", ""),
+    "num_classes": ("Classes", ","),
+    "num_images": ("Training images", ","),
+    "image_size": ("Image size", ""),
+    "backbone": ("Backbone", ""),
+    "embedding_dim": ("Numbers per embedding", ""),
+    "world_size": ("Ranks", ""),
+    "steps": ("Steps", ","),
+    "final_loss": ("Final loss", ".4f"),
+    "images_per_second": ("Images per second", ",.0f"),
+}
+"""Title of each fact, and the format of a number, in the order shown."""
 
 
-def _begun(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the date of the first start, and what a run without a summary knows about itself."""
+def _facts(summary: Mapping[str, Any], metrics: Rows, events: Rows) -> dict[str, str]:
+    """Returns what the summary says; of a run without one, what metrics and events tell."""
+    known: dict[str, Any] = {}
     starts = [event for event in events if event["event"] in ("start", "resume")]
-    if not starts:
-        return {}
-    facts = {}
-    if 0 <= starts[0]["time"] < 4e9:
+    if starts and 0 <= starts[0]["time"] < 4e9:
         begun = datetime.datetime.fromtimestamp(starts[0]["time"], datetime.UTC)
-        facts["Started"] = begun.strftime("%Y-%m-%d %H:%M UTC")
-    for key, title in (("version", "Version of megaclass"), ("world_size", "Ranks")):
-        if isinstance(starts[-1].get(key), str | int):
-            facts[title] = str(starts[-1][key])
-    return facts
+        known["started_at"] = begun.strftime("%Y-%m-%d %H:%M UTC")
+    for key in ("version", "world_size"):
+        if starts and isinstance(starts[-1].get(key), str | int):
+            known[key] = starts[-1][key]
+    if seconds := sum(passed_s(metrics, events)):
+        known["duration"] = duration_text(seconds)
+    if peaks := [row["gpu_memory_gib"] for row in metrics if row.get("gpu_memory_gib")]:
+        known["gpu_memory"] = f"{max(peaks):.2f} GiB on rank 0"
+    known |= {key: value for key, value in summary.items() if value is not None}
+    size = known.get("image_size")
+    if isinstance(size, int | list):
+        # One side of a square, or [height, width].
+        known["image_size"] = " × ".join(map(str, reversed(size) if isinstance(size, list) else (size, size)))
+    return {
+        title: format(known[key], form) if form and _is_number(known[key]) else str(known[key])
+        for key, (title, form) in _FACTS.items()
+        if key in known
+    }
 
 
 def _training_images(run: Path) -> Examples | None:

@@ -6,66 +6,43 @@ dark follows the reader's system.
 """
 
 import base64
-import functools
 import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import numpy as np
 from markupsafe import Markup
 
-from megaclass.evaluation.examples import Examples
-from megaclass.evaluation.protocol import Cell, Row, SetResult
+from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass.evaluation.protocols.centre_health import CentreHealth
-from megaclass.evaluation.report.charts import colour
-from megaclass.evaluation.report.classes import centres_section, picture, training_images_section
-from megaclass.evaluation.report.curves import HealthyRange, times, training_figures
-from megaclass.evaluation.report.ranks import RankRow, rank_section, time_line, time_line_picture
-from megaclass.evaluation.report.sets import ModelResults, set_sections
-from megaclass.evaluation.report.verdict import History, verdict
+from megaclass.evaluation.report.charts import Figure, bars, colour, histogram, linear_axis
+from megaclass.evaluation.report.curves import passed_s, time_parts, training_figures
+from megaclass.evaluation.report.from_runs import ModelReport, ReportData
+from megaclass.evaluation.report.ranks import rank_section, time_line, time_line_picture
+from megaclass.evaluation.report.sets import ABSENT, names_of_sets, overview_cells, quoted, set_sections
+from megaclass.evaluation.report.templates import render, source
+from megaclass.evaluation.report.verdict import verdict
 from megaclass.evaluation.results import headline
 from megaclass_launch.files import write_text
 
-_FOLDER = Path(__file__).parent
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelReport:
-    """One run, or a baseline to compare it with. Empty fields are left out of the page."""
-
-    name: str
-    results: Sequence[SetResult] = ()
-    is_baseline: bool = False
-    """Shown in numbers and ROC, without histogram and images of its own."""
-    metrics: Sequence[Mapping[str, Any]] = ()
-    """Rows of metrics.jsonl: step, loss, learning_rate, images_per_second. A row may lack a value."""
-    rank_rows: Sequence[RankRow] = ()
-    """Times of the ranks, from the same rows."""
-    events: Sequence[Mapping[str, Any]] = ()
-    """Rows of events.jsonl."""
-    cosines: HealthyRange | None = None
-    """Healthy range of the target cosine, by the settings."""
-    profiles: Sequence[Path] = ()
-    """Traces and memory snapshots of train.profile."""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """Facts about the run in the order shown: data and its fingerprint, ranks, classes, steps."""
-    config_text: str = ""
-    centres: CentreHealth | None = None
-    training_images: Examples | None = None
-    sample_faces: Sequence[Sequence[bytes]] = ()
-    """Encoded training images, one row per identity."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReportData:
-    """The content of a page."""
-
-    title: str
-    models: Sequence[ModelReport]
-    versions: Mapping[str, str] = field(default_factory=dict)
+SECTIONS: dict[str, tuple[str, str]] = {
+    "comparison": ("comparison", "Runs compared"),
+    "facts": ("run", "Run"),
+    "overview": ("sets", "All sets"),
+    "panels": ("set-by-set", "Set by set"),
+    "training_figures": ("training", "Training"),
+    "ranks": ("ranks", "Ranks"),
+    "time_lines": ("time-line", "Time line"),
+    "centres": ("centres", "Class centres"),
+    "training_images": ("labels", "Images that do not fit their class"),
+    "sample_faces": ("images", "Training images"),
+    "configurations": ("configuration", "Configuration"),
+}
+"""Sections in the order of the page: the template's value that must not be empty, anchor, title. A new section is a line here
+and a block in the template, which asks for anchor and title by the name of the value."""
+_NUM_BINS = 40
 
 
 def write_report(path: Path, report: ReportData) -> None:
@@ -79,128 +56,110 @@ def render_report(report: ReportData, path: Path | None = None) -> str:
 
     path: the file of the page, to which links to other files of a run are relative.
     """
-    runs = [(place, model) for place, model in enumerate(report.models) if not model.is_baseline]
-    trained = [(place, model.name, model.metrics) for place, model in runs if model.metrics]
+    models = report.models
+    runs = [model for model in models if not model.is_baseline]
+    trained = [(place, one.name, one.metrics) for place, one in enumerate(models) if one.metrics]
+    times = [(model.name, parts) for model in runs if (parts := time_parts(model.metrics, model.events))]
     values: dict[str, Any] = dict(
-        style=Markup(_text("report.css")),
-        script=Markup(_text("report.js")),
-        script_digest=script_digest(),
-        tiles=_tiles(report.models),
-        verdicts=[
-            (model.name, verdict(History(model.metrics, model.events, model.rank_rows, model.cosines)))
-            for _, model in runs
-            if model.metrics or model.events
+        title=report.title,
+        models=models,
+        versions=" · ".join(f"{name} {value}" for name, value in report.versions.items()),
+        # The headline of a model is its result on the first set that was evaluated.
+        tiles=[
+            (place, model, evaluated[0])
+            for place, model in enumerate(models)
+            if (evaluated := [one for one in model.results if one.error is None])
         ],
-        time_lines=[
-            (model.name, time_line_picture(model.events), rows)
-            for _, model in runs
-            if (rows := time_line(model.events))
-        ],
-        **set_sections(
-            [ModelResults(name=one.name, results=one.results, is_baseline=one.is_baseline) for one in report.models]
-        ),
-        training_figures=training_figures(
-            trained, {model.name: model.cosines for _, model in runs if model.cosines is not None}
-        )
+        verdicts=[(model.name, verdict(model)) for model in runs if model.metrics or model.events],
+        comparison=comparison(runs),
+        facts=[(model.name, model.facts) for model in runs if model.facts],
+        **set_sections(models),
+        training_figures=training_figures(trained, {one.name: one.cosines for one in runs if one.cosines is not None})
         if trained
         else [],
-        times=times(trained),
+        times=bars(times),
         ranks=[
             section
-            for _, model in runs
+            for model in runs
             if (section := rank_section(model.name, model.rank_rows, model.profiles, path)) is not None
         ],
-        centres=[
-            centres_section(model.name, model.centres, model.training_images, is_alone=len(runs) == 1)
-            for _, model in runs
-            if model.centres is not None
+        time_lines=[
+            (model.name, time_line_picture(model.events), rows) for model in runs if (rows := time_line(model.events))
         ],
-        sample_faces=[[picture(one) for one in row] for _, model in runs[:1] for row in model.sample_faces],
-        facts=[(model.name, model.facts) for _, model in runs if model.facts],
-        versions=" · ".join(f"{name} {value}" for name, value in report.versions.items()),
-        differences=differing_settings([(model.name, model.config_text) for _, model in runs if model.config_text]),
-        run_names=[model.name for _, model in runs if model.config_text],
-        training_images=[
-            training_images_section(model.name, model.training_images, is_alone=len(runs) == 1)
-            for _, model in runs
-            if model.training_images is not None
-        ],
-        configurations=[(model.name, model.config_text) for _, model in runs if model.config_text],
+        centres=[(model, _centre_figures(model.centres)) for model in runs if model.centres is not None],
+        training_images=[(model.name, model.training_images) for model in runs if model.training_images is not None],
+        sample_faces=[row for model in runs[:1] for row in model.sample_faces],
+        configurations=[(model.name, model.config_text) for model in runs if model.config_text],
     )
-    return _template().render(title=report.title, contents=_contents(values), sections=SECTIONS, **values)
-
-
-# Sections in the order of the page: the template's value that must not be empty, anchor, title. The template asks for anchor
-# and title by the name of the value, so a new section is a line here and a block there.
-SECTIONS: dict[str, tuple[str, str]] = {
-    "facts": ("run", "Run"),
-    "differences": ("differences", "Settings that differ"),
-    "overview": ("sets", "All sets"),
-    "panels": ("set-by-set", "Set by set"),
-    "training_figures": ("training", "Training"),
-    "ranks": ("ranks", "Ranks"),
-    "time_lines": ("time-line", "Time line"),
-    "centres": ("centres", "Class centres"),
-    "training_images": ("labels", "Images that do not fit their class"),
-    "sample_faces": ("images", "Training images"),
-    "configurations": ("configuration", "Configuration"),
-}
-
-
-def _contents(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [section for key, section in SECTIONS.items() if values[key]]
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
+    if values["comparison"] and not values["failures"]:
+        values["overview"] = []  # the comparison has the numbers of all sets
+    contents = [section for key, section in SECTIONS.items() if values[key]]
+    return render(
+        "evaluation/report/report.html.j2",
+        script=Markup(source("report.js")),
+        script_digest=script_digest(),
+        contents=contents,
+        sections=SECTIONS,
+        protocols=PROTOCOLS,
+        headline=headline,
+        colour=colour,
+        **values,
     )
-    return environment.get_template("report.html.j2")
 
 
 def script_digest() -> str:
     """Returns the digest by which the content security policy allows this one script."""
     # The template puts the script on lines of its own, and the digest is over everything between the tags.
-    content = f"\n{_text('report.js')}"
+    content = f"\n{source('report.js')}"
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _text(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
+def _centre_figures(health: CentreHealth) -> list[Figure]:
+    figures = []
+    for title, values, label in (
+        ("Length of the centres", health.norms, "length"),
+        ("Nearest centre of another class", health.nearest, "cosine similarity"),
+    ):
+        if len(values):
+            axis = linear_axis(label, [float(values.min()), float(values.max())])
+            edges = np.linspace(axis.low, axis.high, _NUM_BINS + 1)
+            shares = np.histogram(values, edges)[0] / len(values)
+            figures.append(histogram(title, [("series-0", shares)], edges, axis, y_label="share of centres, %"))
+    return figures
 
 
-def _tiles(models: Sequence[ModelReport]) -> list[dict[str, Any]]:
-    """Returns one tile per model: its headline on the first set that was evaluated."""
-    tiles = []
-    for place, model in enumerate(models):
-        first = next((result for result in model.results if result.error is None), None)
-        if first is None:
-            continue
-        value, _, deviation = headline(first).partition(" ± ")
-        note = f"± {deviation} over the folds, {first.name}" if deviation else first.name
-        tiles.append(
-            {"name": model.name, "colour": colour(place), "value": value, "note": note, "is_long": not deviation}
-        )
-    return tiles
+_COMPARED_FACTS = ("Final loss", "Images per second", "Duration", "Steps", "Ranks", "GPU")
 
 
-_ABSENT = "–"
-
-
-def differing_settings(configurations: Sequence[tuple[str, str]]) -> list[Row]:
-    """Returns (section.key, values) of the settings that are not the same in all runs; empty for a run alone."""
-    if len(configurations) < 2:
-        return []
-    settings = [_flat(text) for _, text in configurations]
-    names = list(dict.fromkeys(name for one in settings for name in one))
+def comparison(runs: Sequence[ModelReport]) -> dict[str, Any]:
+    """Returns a table of several runs, one per row: results, speed, and the settings that are not the same in all."""
+    if len(runs) < 2:
+        return {}
+    columns: dict[str, list[tuple[str, float | None, bool]]] = {}
+    """Text, number to sort by, and whether it is the best, of each run."""
+    for name in names_of_sets(runs):
+        values = [None if (result := run.on(name)) is None else quoted(result) for run in runs]
+        cells = overview_cells(name, runs)
+        columns[name] = [(cell.text, value, cell.is_best) for cell, value in zip(cells, values, strict=True)]
+    others = {name: [run.facts.get(name, ABSENT) for run in runs] for name in _COMPARED_FACTS}
     # Every run has a folder of its own, which tells nothing about it.
-    names = [name for name in names if name != "train.run_dir"]
-    rows = [(name, [one.get(name, _ABSENT) for one in settings]) for name in names]
-    return [(name, [Cell(value) for value in values]) for name, values in rows if len(set(values)) > 1]
+    settings = [{**_flat(run.config_text), "train.run_dir": ""} for run in runs]
+    others |= {name: [one.get(name, ABSENT) for one in settings] for one in settings for name in one}
+    for name, texts in others.items():
+        if len(set(texts)) > 1:
+            columns[name] = [(text, _number(text), False) for text in texts]
+    if "Duration" in columns:
+        seconds = [sum(passed_s(run.metrics, run.events)) for run in runs]
+        columns["Duration"] = [(text, s, False) for (text, _, _), s in zip(columns["Duration"], seconds, strict=True)]
+    rows = list(zip((run.name for run in runs), zip(*columns.values(), strict=True), strict=True))
+    return {"columns": list(columns), "rows": rows} if columns else {}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
 
 
 def _flat(text: str) -> dict[str, str]:

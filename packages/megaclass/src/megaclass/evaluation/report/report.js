@@ -1,4 +1,5 @@
-// The only script of the report: tabs, legend keys that hide a line, smoothing, and the values of a chart under the pointer. Without it the page shows everything at once.
+// The only script of the report: tabs, legend keys that hide a line, tables that sort, smoothing, and the values of a chart under the
+// pointer. Without it the page shows everything at once.
 "use strict";
 for (const list of document.querySelectorAll("[role=tablist]")) {
   const tabs = [...list.querySelectorAll("[role=tab]")];
@@ -30,6 +31,23 @@ for (const key of document.querySelectorAll("button.toggle")) {
       drawn.style.display = isOn ? "" : "none";
     }
   });
+}
+// Numbers begin with the largest, texts with A; a second press turns the order around. Rows without a value come last.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.querySelectorAll("thead th")];
+  heads.forEach((head, place) => head.firstChild.addEventListener("click", () => {
+    const cell = (row) => row.querySelectorAll("td")[place];
+    const rows = [...table.tBodies[0].rows];
+    const isNumber = rows.some((row) => cell(row).dataset.number !== undefined);
+    const value = (row) => isNumber ? Number(cell(row).dataset.number ?? NaN) : cell(row).textContent;
+    const isRising = head.hasAttribute("aria-sort") ? head.getAttribute("aria-sort") === "descending" : !isNumber;
+    heads.forEach((one) => one.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", isRising ? "ascending" : "descending");
+    const order = (a, b) => (isRising ? 1 : -1) * (isNumber ? a - b : a.localeCompare(b));
+    rows.sort((a, b) => Number.isNaN(value(a)) - Number.isNaN(value(b)) || order(value(a), value(b)));
+    table.tBodies[0].append(...rows);
+  }));
+  heads.forEach((head) => { head.firstChild.disabled = false; });
 }
 // A chart says how its axes map values to positions; its lines hold the positions. A pointer reads the values back.
 const shown = (value) => {

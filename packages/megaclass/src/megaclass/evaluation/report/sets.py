@@ -2,40 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megaclass.evaluation.protocol import Cell, Curves, HardPair, Numbers, Row, SetResult, best_cells
+from megaclass.evaluation.protocol import NOT_MEASURABLE, Cell, Curves, Numbers, Row, SetResult, best_cells
 from megaclass.evaluation.protocols import PROTOCOLS
-from megaclass.evaluation.report.charts import (
-    Figure,
-    Series,
-    colour,
-    fixed_axis,
-    histogram_chart,
-    line_chart,
-    log_axis,
-)
-from megaclass.evaluation.report.classes import Picture, picture, shown_examples
+from megaclass.evaluation.report.charts import Axis, Figure, Series, colour, histogram, linear_axis, log_axis
+from megaclass.evaluation.report.from_runs import ModelReport
 from megaclass.evaluation.results import headline, remarks_on
 
-_ABSENT = "–"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelResults:
-    """The results of one model, as the sections on sets need them."""
-
-    name: str
-    results: Sequence[SetResult]
-    is_baseline: bool
-    """Shown in numbers and ROC, without histogram and pictures of its own."""
-
-    def on(self, name: str) -> SetResult | None:
-        """Returns the result on the set of that name."""
-        return next((result for result in self.results if result.name == name), None)
+ABSENT = "–"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,94 +25,72 @@ class Panel:
     """Names of the models."""
     rows: list[Row]
     figures: list[Figure]
-    operating_points: list[tuple[str, list[Row]]] = field(default_factory=list)
+    operating_points: list[tuple[str, list[Row]]]
     """For each model: the threshold, TAR and false accepts at each false accept rate."""
-    mistakes: list[dict[str, Any]] = field(default_factory=list)
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    """For each model: classes that are confused."""
+    mistakes: list[tuple[str, SetResult]]
+    """Models with their results that have hard pairs."""
+    examples: list[tuple[str, SetResult]]
+    """Models with their results that have confused classes."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShownPair:
-    """A hard pair as the page shows it."""
-
-    pair: int
-    similarity: str
-    is_wrong: bool
-    pictures: list[Picture]
-    names: str
+def names_of_sets(models: Sequence[ModelReport]) -> list[str]:
+    return list(dict.fromkeys(result.name for model in models for result in model.results))
 
 
-def set_sections(models: Sequence[ModelResults]) -> dict[str, Any]:
+def set_sections(models: Sequence[ModelReport]) -> dict[str, Any]:
     """Returns the template's values for "All sets" and "Set by set"."""
-    names = list(dict.fromkeys(result.name for model in models for result in model.results))
     return {
-        "model_names": [model.name for model in models],
-        "overview": [(name, _overview_cells(name, models)) for name in names],
-        "failures": [
-            {"set": result.name, "model": model.name, "error": result.error}
-            for model in models
-            for result in model.results
-            if result.error is not None
-        ],
-        "panels": [(name, _panel(name, models)) for name in names],
+        "overview": [(name, overview_cells(name, models)) for name in names_of_sets(models)],
+        "failures": [(result, model) for model in models for result in model.results if result.error is not None],
+        "panels": [(name, _panel(name, models)) for name in names_of_sets(models)],
     }
 
 
-def _overview_cells(name: str, models: Sequence[ModelResults]) -> list[Cell]:
+def overview_cells(name: str, models: Sequence[ModelReport]) -> list[Cell]:
+    """Returns the quoted number of each model on a set; the best one is marked."""
     found = [model.on(name) for model in models]
-    texts = [_ABSENT if one is None else headline(one) for one in found]
-    values = [
-        None if one is None or one.error is not None else PROTOCOLS[one.kind].quoted(one.numbers) for one in found
-    ]
-    return best_cells(texts, values)
+    texts = [ABSENT if one is None else headline(one) for one in found]
+    return best_cells(texts, [None if one is None else quoted(one) for one in found])
 
 
-def _panel(name: str, models: Sequence[ModelResults]) -> Panel | None:
+def quoted(result: SetResult) -> float | None:
+    return None if result.error is not None else PROTOCOLS[result.kind].quoted(result.numbers)
+
+
+def _panel(name: str, models: Sequence[ModelReport]) -> Panel | None:
     """Returns None if no model was evaluated on the set."""
     done = [(place, model, result) for place, model in enumerate(models) if (result := model.on(name))]
     done = [(place, model, result) for place, model, result in done if result.error is None]
-    if not done:
-        return None
     # Two runs may have evaluated different things under one name; only numbers of one kind can be compared.
-    kind = done[0][2].kind
-    alike = [(place, model, result) for place, model, result in done if result.kind == kind]
-    protocol, numbers = PROTOCOLS[kind], [result.numbers for _, _, result in alike]
-    drawn = [(place, model, result.curves) for place, model, result in alike if result.curves is not None]
-    named = [(place, model.name, curves) for place, model, curves in drawn]
-    figures = [_roc_figure(named), _det_figure(named)] if drawn else []
-    figures += [_histogram_figure(model.name, curves) for _, model, curves in drawn if not model.is_baseline]
-    if kind == "classification":
-        figures = [_coverage_figure([(place, model.name, result.numbers) for place, model, result in alike])]
+    alike = [(place, model, result) for place, model, result in done if result.kind == done[0][2].kind]
+    if not alike:
+        return None
+    protocol, numbers = PROTOCOLS[alike[0][2].kind], [result.numbers for _, _, result in alike]
+    rows = protocol.rows(numbers)
+    empty = [title for title, cells in rows if all(cell.text in (NOT_MEASURABLE, ABSENT) for cell in cells)]
+    lead = [protocol.lead(numbers[0]), _remarks([(model, result) for _, model, result in alike])]
+    if empty:
+        lead.append(f"Not measurable with so few images: {', '.join(empty)}.")
+    curves = [(place, model.name, result.curves) for place, model, result in alike if result.curves is not None]
+    # Baselines are shown in numbers and ROC, without histogram and images of their own.
+    own = [(model.name, result) for _, model, result in alike if result.curves is not None and not model.is_baseline]
+    figures = [*_roc_and_det(curves), *(_histogram(name, result.curves) for name, result in own if result.curves)]
+    if protocol.kind == "classification":
+        figures = [_coverage([(place, model.name, result.numbers) for place, model, result in alike])]
     return Panel(
-        lead=f"{protocol.lead(numbers[0])} {_remarks([(model, result) for _, model, result in alike])}".rstrip(),
+        lead=" ".join(filter(None, lead)),
         columns=[model.name for _, model, _ in alike],
-        rows=protocol.rows(numbers),
+        rows=[row for row in rows if row[0] not in empty],
         figures=figures,
         operating_points=[
-            (model.name, rows)
-            for _, model, curves in drawn
-            if not model.is_baseline and (rows := operating_points(curves))
+            (name, points) for name, result in own if result.curves and (points := operating_points(result.curves))
         ],
-        mistakes=[
-            {
-                "model": model.name,
-                "threshold": f"{result.curves.threshold:.3f}",
-                "different": [_shown(hard) for hard in result.hard_pairs if not hard.is_same],
-                "same": [_shown(hard) for hard in result.hard_pairs if hard.is_same],
-            }
-            for _, model, result in alike
-            if result.hard_pairs and result.curves is not None and not model.is_baseline
-        ],
-        examples=[
-            {"of": f" of {model.name}" if len(alike) > 1 else "", **shown_examples(result.examples)}
-            for _, model, result in alike
-            if result.examples is not None
-        ],
+        mistakes=[(name, result) for name, result in own if result.hard_pairs],
+        examples=[(model.name, result) for _, model, result in alike if result.examples is not None],
     )
 
 
-def _remarks(done: Sequence[tuple[ModelResults, SetResult]]) -> str:
+def _remarks(done: Sequence[tuple[ModelReport, SetResult]]) -> str:
     """Returns the remarks on all models, with their names if the remarks differ."""
     remarks = [(model.name, " ".join(remarks_on(result))) for model, result in done if not model.is_baseline]
     if len({said for _, said in remarks}) == 1:
@@ -142,78 +98,47 @@ def _remarks(done: Sequence[tuple[ModelResults, SetResult]]) -> str:
     return " ".join(f"{name}: {said}" for name, said in remarks if said)
 
 
-def _shown(hard: HardPair) -> ShownPair:
-    return ShownPair(
-        pair=hard.pair,
-        similarity=f"{hard.similarity:.3f}",
-        is_wrong=hard.is_wrong,
-        pictures=[
-            picture(encoded, f"pair {hard.pair}, {side} image")
-            for side, encoded in zip(("first", "second"), hard.pictures, strict=True)
-        ],
-        names=" · ".join(hard.names) if any(hard.names) else "",
-    )
+def _roc_and_det(curves: Sequence[tuple[int, str, Curves]]) -> list[Figure]:
+    """Returns both charts over a logarithmic false accept rate; curves: place, name and curves of each model.
 
-
-def _roc_figure(drawn: Sequence[tuple[int, str, Curves]]) -> Figure:
-    curves = []
-    for place, title, one in drawn:
+    The DET shows errors against errors, both logarithmic: good models, which a ROC shows as one corner, lie apart.
+    """
+    if not curves:
+        return []
+    roc, det = [], []
+    for place, name, one in curves:
         # A logarithmic axis has no zero: of the points without a false accept only the highest is drawn, at the edge.
         start = int(np.flatnonzero(one.far == 0)[-1])
-        curves.append(Series(name=title, xs=one.far[start:].tolist(), ys=one.tar[start:].tolist(), css=colour(place)))
-    most_different = max(one.num_different for _, _, one in drawn)
-    # Good models differ near the top: the axis starts at the multiple of 0.2 below the lowest point.
-    lowest = min(4, int(5 * min(min(curve.ys) for curve in curves)))
-    svg = line_chart(
-        # Reversed, so the first model lies on top.
-        curves[::-1],
-        log_axis("false accept rate", 1 / max(most_different, 10), 1.0),
-        fixed_axis("true accept rate", [fifth / 5 for fifth in range(lowest, 6)]),
-        title="ROC",
-    )
-    return Figure(title="ROC", svg=svg, legend=[(curve.name, curve.css) for curve in curves], has_toggles=True)
-
-
-def _coverage_figure(drawn: Sequence[tuple[int, str, Numbers]]) -> Figure:
-    """Draws the accuracy on the most confident images over their share of all images."""
-    curves = [
-        Series(
-            name=name,
-            xs=[point["coverage"] for point in numbers["coverage"]],
-            ys=[point["accuracy"] for point in numbers["coverage"]],
-            css=colour(place),
-        )
-        for place, name, numbers in drawn
-    ]
-    lowest = min(4, int(5 * min(min(curve.ys, default=1.0) for curve in curves)))
-    svg = line_chart(
-        curves[::-1],
-        fixed_axis("coverage: share of images that are not rejected", [tenth / 10 for tenth in range(5, 11)]),
-        fixed_axis("accuracy", [fifth / 5 for fifth in range(lowest, 6)]),
-        title="Coverage",
-    )
-    return Figure(title="Coverage", svg=svg, legend=[(curve.name, curve.css) for curve in curves], has_toggles=True)
-
-
-def _det_figure(drawn: Sequence[tuple[int, str, Curves]]) -> Figure:
-    """Draws errors against errors, both logarithmic: good models, which a ROC shows as one corner, lie apart."""
-    curves = []
-    for place, title, one in drawn:
-        # Neither axis has a zero: points without a false accept or without a false reject are left out.
+        roc.append(Series(name=name, xs=one.far[start:].tolist(), ys=one.tar[start:].tolist(), css=colour(place)))
         rejected = 1 - one.tar
-        is_shown = (one.far > 0) & (rejected > 1e-12)
-        far, frr = one.far[is_shown], rejected[is_shown]
-        curves.append(Series(name=title, xs=far.tolist(), ys=frr.tolist(), css=colour(place)))
-    if not any(curve.xs for curve in curves):
-        return Figure(title="DET")
-    smallest = min(min(curve.ys) for curve in curves if curve.ys)
-    svg = line_chart(
-        curves[::-1],
-        log_axis("false accept rate", 1 / max(max(one.num_different for _, _, one in drawn), 10), 1.0),
-        log_axis("false reject rate", min(0.1, 10.0 ** math.floor(math.log10(smallest))), 1.0),
-        title="DET",
-    )
-    return Figure(title="DET", svg=svg, legend=[(curve.name, curve.css) for curve in curves], has_toggles=True)
+        shown = (one.far > 0) & (rejected > 1e-12)
+        det.append(Series(name=name, xs=one.far[shown].tolist(), ys=rejected[shown].tolist(), css=colour(place)))
+    x = log_axis("false accept rate", 1 / max(10, *(one.num_different for _, _, one in curves)), 1.0)
+    # Good models differ near the top: the axis starts at the multiple of 0.2 below the lowest point.
+    y = linear_axis("true accept rate", [min(0.8, *(y for line in roc for y in line.ys)), 1.0], step=0.2)
+    figures = [_rates("ROC", roc, x, y)]
+    rates = [y for line in det for y in line.ys]
+    if not rates:
+        return [*figures, Figure(title="DET")]
+    lowest = min(0.1, 10.0 ** math.floor(math.log10(min(rates))))
+    return [*figures, _rates("DET", det, x, log_axis("false reject rate", lowest, 1.0))]
+
+
+def _rates(title: str, lines: Sequence[Series], x: Axis, y: Axis) -> Figure:
+    legend = [(line.name, line.css) for line in lines]
+    # Reversed, so the first model lies on top.
+    return Figure(title=title, lines=lines[::-1], x=x, y=y, legend=legend, has_toggles=True)
+
+
+def _coverage(drawn: Sequence[tuple[int, str, Numbers]]) -> Figure:
+    """Draws the accuracy on the most confident images over their share of all images."""
+    lines = []
+    for place, name, numbers in drawn:
+        shares, accuracies = ([point[key] for point in numbers["coverage"]] for key in ("coverage", "accuracy"))
+        lines.append(Series(name=name, xs=shares, ys=accuracies, css=colour(place)))
+    x = linear_axis("coverage: share of images that are not rejected", [0.5, 1.0], step=0.1)
+    y = linear_axis("accuracy", [min(0.8, *(y for line in lines for y in line.ys)), 1.0], step=0.2)
+    return _rates("Coverage", lines, x, y)
 
 
 def operating_points(curves: Curves) -> list[Row]:
@@ -237,15 +162,13 @@ def operating_points(curves: Curves) -> list[Row]:
     return rows
 
 
-def _histogram_figure(model: str, curves: Curves) -> Figure:
-    lowest = round(5 * float(curves.edges[0]))
-    title = f"Similarity of pairs: {model}"
-    svg = histogram_chart(
+def _histogram(model: str, curves: Curves) -> Figure:
+    legend = [("same identity", "series-0"), ("different", "series-1"), (f"threshold {curves.threshold:.3f}", "marker")]
+    return histogram(
+        f"Similarity of pairs: {model}",
         [("series-1", curves.different), ("series-0", curves.same)],
         curves.edges,
-        fixed_axis("cosine similarity", [fifth / 5 for fifth in range(lowest, 6)]),
-        title=title,
+        linear_axis("cosine similarity", [float(curves.edges[0]), 1.0], step=0.2),
         marker=curves.threshold,
+        legend=legend,
     )
-    legend = [("same identity", "series-0"), ("different", "series-1"), (f"threshold {curves.threshold:.3f}", "marker")]
-    return Figure(title=title, svg=svg, legend=legend)

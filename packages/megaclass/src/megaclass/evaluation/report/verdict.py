@@ -6,13 +6,13 @@ tests/megaclass/evaluation/recorded/make_runs.py trains a run that shows it.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megaclass.evaluation.report.charts import smoothed
-from megaclass.evaluation.report.curves import HealthyRange
-from megaclass.evaluation.report.ranks import RankRow, slow_reports
+from megaclass.evaluation.report.from_runs import ModelReport
+from megaclass.evaluation.report.ranks import slow_reports
 
 _FEWEST_ROWS = 8
 """With fewer rows of metrics no curve can be judged."""
@@ -33,8 +33,6 @@ _LEARNED = 0.7
 """Share of its first value below which a loss has fallen enough for the accuracy to show it."""
 _LONGEST_TEXT = 240
 
-Row = Mapping[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFinding:
@@ -44,56 +42,49 @@ class RunFinding:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """The part of a run that the rules look at."""
-
-    rows: Sequence[Row]
-    events: Sequence[Row] = ()
-    rank_rows: Sequence[RankRow] = ()
-    cosines: HealthyRange | None = None
-    """Healthy range of the target cosine; None if the settings of the run are not known."""
-
-    def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Returns steps and finite values."""
-        found = [(row["step"], row[key]) for row in self.rows if _is_finite(row.get(key)) and "step" in row]
-        return [int(step) for step, _ in found], [float(value) for _, value in found]
-
-    def smooth_loss(self) -> tuple[list[int], list[float]]:
-        steps, losses = self.column("loss")
-        return steps, smoothed(losses, span=max(1, len(losses) // 20))
-
-    def last_cosine(self) -> float | None:
-        """Returns the mean target cosine of the last tenth of the rows, at least three; None if there are fewer."""
-        _, cosines = self.column("target_cosine")
-        last = cosines[-max(3, len(cosines) // 10) :]
-        return sum(last) / len(last) if len(cosines) >= _FEWEST_ROWS else None
-
-    def last_start(self) -> Sequence[Row]:
-        """Returns the events since the run was last started or resumed: what happened before has been overcome."""
-        starts = [place for place, event in enumerate(self.events) if event.get("event") in ("start", "resume")]
-        return self.events[starts[-1] if starts else 0 :]
+def column(run: ModelReport, key: str) -> tuple[list[int], list[float]]:
+    """Returns steps and finite values of one kind of metric."""
+    found = [(row["step"], row[key]) for row in run.metrics if _is_finite(row.get(key)) and "step" in row]
+    return [int(step) for step, _ in found], [float(value) for _, value in found]
 
 
-def verdict(history: History) -> list[RunFinding]:
+def smooth_loss(run: ModelReport) -> tuple[list[int], list[float]]:
+    steps, losses = column(run, "loss")
+    return steps, smoothed(losses, span=max(1, len(losses) // 20))
+
+
+def last_cosine(run: ModelReport) -> float | None:
+    """Returns the mean target cosine of the last tenth of the rows, at least three; None if there are fewer."""
+    _, cosines = column(run, "target_cosine")
+    last = cosines[-max(3, len(cosines) // 10) :]
+    return sum(last) / len(last) if len(cosines) >= _FEWEST_ROWS else None
+
+
+def end_of_last_start(run: ModelReport) -> Mapping[str, Any]:
+    """Returns the end since the run was last started or resumed: what happened before has been overcome."""
+    ends = [event for event in run.events if event.get("event") in ("start", "resume", "end")]
+    return ends[-1] if ends and ends[-1]["event"] == "end" else {}
+
+
+def verdict(run: ModelReport) -> list[RunFinding]:
     """Returns what is wrong with the run, the most serious first; one finding "healthy" if nothing is."""
-    found = [RunFinding(rule=name, text=text) for name, rule in RULES.items() if (text := rule(history)) is not None]
+    found = [RunFinding(rule=name, text=text) for name, rule in RULES.items() if (text := rule(run)) is not None]
     if found:
         return found
-    if len(history.column("loss")[0]) < _FEWEST_ROWS:
+    if len(column(run, "loss")[0]) < _FEWEST_ROWS:
         return [RunFinding(rule="short", text="too short to judge: fewer than 8 rows of metrics")]
     return [RunFinding(rule="healthy", text="healthy")]
 
 
-def _failed(history: History) -> str | None:
-    ends = [event for event in history.last_start() if event.get("event") == "end"]
-    if not ends or ends[-1].get("outcome") != "failed":
+def _failed(run: ModelReport) -> str | None:
+    end = end_of_last_start(run)
+    if end.get("outcome") != "failed":
         return None
-    return f"the run failed: {_cut(str(ends[-1].get('text') or 'see the messages of the run'))}"
+    return f"the run failed: {_cut(str(end.get('text') or 'see the messages of the run'))}"
 
 
-def _hang(history: History) -> str | None:
-    hangs = [event for event in history.events if event.get("event") == "hang"]
+def _hang(run: ModelReport) -> str | None:
+    hangs = [event for event in run.events if event.get("event") == "hang"]
     if not hangs:
         return None
     step, text = hangs[-1].get("step"), hangs[-1].get("text")
@@ -101,8 +92,8 @@ def _hang(history: History) -> str | None:
     return "the run hung" + (f" at step {step:,}" if isinstance(step, int) else "") + f": {said}"
 
 
-def _not_finite(history: History) -> str | None:
-    steps, skipped = history.column("skipped_steps")
+def _not_finite(run: ModelReport) -> str | None:
+    steps, skipped = column(run, "skipped_steps")
     total = int(sum(skipped))
     if not total:
         return None
@@ -110,8 +101,8 @@ def _not_finite(history: History) -> str | None:
     return f"{total:,} steps were skipped because values were not finite, the first before step {first:,}; lower optimizer.lr"
 
 
-def _rising_loss(history: History) -> str | None:
-    steps, losses = history.smooth_loss()
+def _rising_loss(run: ModelReport) -> str | None:
+    steps, losses = smooth_loss(run)
     if len(losses) < _FEWEST_ROWS:
         return None
     lowest = min(range(len(losses)), key=losses.__getitem__)
@@ -123,14 +114,14 @@ def _rising_loss(history: History) -> str | None:
     )
 
 
-def _flat_loss(history: History) -> str | None:
-    _, losses = history.smooth_loss()
+def _flat_loss(run: ModelReport) -> str | None:
+    _, losses = smooth_loss(run)
     if len(losses) < _FEWEST_ROWS or losses[-1] < _HARDLY_FALLEN * losses[0]:
         return None
-    if _rising_loss(history) or _not_finite(history):
+    if _rising_loss(run) or _not_finite(run):
         return None
-    cosine = history.last_cosine()
-    if cosine is not None and history.cosines is not None and cosine >= history.cosines.low:
+    cosine = last_cosine(run)
+    if cosine is not None and run.cosines is not None and cosine >= run.cosines.low:
         # It began from weights that were good already.
         return None
     return (
@@ -139,22 +130,22 @@ def _flat_loss(history: History) -> str | None:
     )
 
 
-def _low_cosine(history: History) -> str | None:
-    cosine = history.last_cosine()
-    if cosine is None or history.cosines is None or cosine >= _FAR_BELOW * history.cosines.low:
+def _low_cosine(run: ModelReport) -> str | None:
+    cosine = last_cosine(run)
+    if cosine is None or run.cosines is None or cosine >= _FAR_BELOW * run.cosines.low:
         return None
-    if _rising_loss(history) or _flat_loss(history) or not _is_finished(history):
+    if _rising_loss(run) or _flat_loss(run) or not _is_finished(run):
         return None
-    _, losses = history.smooth_loss()
+    _, losses = smooth_loss(run)
     return (
         f"the run stays on a plateau: loss {losses[-1]:.2f} at last, cosine with the own centre only {cosine:.2f}, but "
-        f"{history.cosines.low:.2f} is needed; lower optimizer.lr, or start with a smaller margin"
+        f"{run.cosines.low:.2f} is needed; lower optimizer.lr, or start with a smaller margin"
     )
 
 
-def _overfitting(history: History) -> str | None:
-    steps, accuracies = history.column("verification_accuracy")
-    _, losses = history.smooth_loss()
+def _overfitting(run: ModelReport) -> str | None:
+    steps, accuracies = column(run, "verification_accuracy")
+    _, losses = smooth_loss(run)
     if len(accuracies) < _FEWEST_EVALUATIONS or len(losses) < _FEWEST_ROWS or losses[-1] > _LEARNED * losses[0]:
         return None
     best = max(range(len(accuracies)), key=accuracies.__getitem__)
@@ -172,9 +163,9 @@ def _overfitting(history: History) -> str | None:
     )
 
 
-def _waiting_for_data(history: History) -> str | None:
+def _waiting_for_data(run: ModelReport) -> str | None:
     # The first row contains the start of the loader.
-    _, shares = history.column("data_wait_share")
+    _, shares = column(run, "data_wait_share")
     shares = shares[1:]
     if not shares or (mean := sum(shares) / len(shares)) <= _WAITING:
         return None
@@ -184,22 +175,22 @@ def _waiting_for_data(history: History) -> str | None:
     )
 
 
-def _slow_rank(history: History) -> str | None:
-    slow = slow_reports(history.rank_rows)
+def _slow_rank(run: ModelReport) -> str | None:
+    slow = slow_reports(run.rank_rows)
     by_rank = Counter(rank for rank, _ in slow.elements())
     if not by_rank:
         return None
     rank, number = by_rank.most_common(1)[0]
-    if number < _SLOW_SHARE * len(history.rank_rows):
+    if number < _SLOW_SHARE * len(run.rank_rows):
         return None
     phase = Counter({phase: count for (one, phase), count in slow.items() if one == rank}).most_common(1)[0][0]
     return (
-        f"rank {rank} is slow, most in {phase}: in {number:,} of {len(history.rank_rows):,} reports it needed more than 20 % "
+        f"rank {rank} is slow, most in {phase}: in {number:,} of {len(run.rank_rows):,} reports it needed more than 20 % "
         f"longer than the others, which wait for it"
     )
 
 
-RULES: dict[str, Callable[[History], str | None]] = {
+RULES: dict[str, Callable[[ModelReport], str | None]] = {
     "failed": _failed,
     "hang": _hang,
     "not finite": _not_finite,
@@ -213,10 +204,9 @@ RULES: dict[str, Callable[[History], str | None]] = {
 """The rules, the most serious first: each returns a sentence if it applies."""
 
 
-def _is_finished(history: History) -> bool:
+def _is_finished(run: ModelReport) -> bool:
     """True if the run did its last step, or has no events: until then the cosine still rises."""
-    ends = [event.get("outcome") for event in history.last_start() if event.get("event") == "end"]
-    return not history.events or "finished" in ends
+    return not run.events or end_of_last_start(run).get("outcome") == "finished"
 
 
 def _cut(text: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megaclass import __version__
-from megaclass.backbones import check_backbone
+from megaclass.backbones import check_backbone, proposed_size
 from megaclass.checkpoint.class_names import ClassList, class_list
 from megaclass.config.read import flat_values
 from megaclass.config.schema import Config
@@ -149,12 +149,10 @@ def open_data(
     height, width = size = input_size(config, source)
     if height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
-        # Every backbone takes multiples of 16.
-        rounded = ",".join(str(min(4096, max(16, 16 * round(side / 16)))) for side in size)
         raise DataError(
             f"The images at {config.data.path} have {shown_size(size)} pixels, which is not a square. Set the input size: "
-            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size=[{rounded}], height first, for "
-            f"rectangles."
+            f"data.size=112 with data.fit=pad, crop or squash for squares, or data.size={proposed_size(size)}, height first, "
+            f"for rectangles."
         )
     if config.data.on_gpu and device.type != "cuda":
         raise DataError("data.on_gpu is true, but this run trains on the CPU: leave it out.")

@@ -1,17 +1,27 @@
-"""The agent's part in finding hangs: it reads its ranks' pages, and collects their stacks when the driver asks.
+"""The agent's watch over its ranks: heartbeats, checkpoints, stopped ranks, and the stacks of ranks that hang.
 
-    every beat        "status": how long ago a rank of this host made progress, and whether one is late
+    every beat        "beat"; "status": how long ago a rank of this host made progress, and whether one is late; "progress":
+                      the step of a new checkpoint; "stopped": a rank that received SIGSTOP
     "stacks" arrives  "kept" if they were written into the run folder, then one "stacks" message per rank
     "verdict" arrives the verdict is written next to them, and the event into events.jsonl
 
 Used by the agent's one thread. Standard library only.
+
+    field              changed by            read by
+    _due_at            check                 next_at, for the loop of the agent
+    _look_at, _is_late _look, report_stacks  _look: between two beats only a rank that has become late is reported
+    _step              report_progress       report_progress: only news are sent
+    _stopped           check                 check: each stopped rank is reported once
+    _pages             new_page, forget      everything; one page per worker
+    _aborted           report_stacks         take_output: stacks are not shown as output
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megaclass_launch.agent.supervisor import Worker
+from megaclass_launch.agent.supervisor import Supervisor, Worker
 from megaclass_launch.hang.record import keep_stacks, keep_verdict
 from megaclass_launch.hang.stacks import (
     ANSWER_S,
@@ -26,18 +36,24 @@ from megaclass_launch.hang.verdict import HangVerdict
 from megaclass_launch.rank_status import FD_NAME, HANG_TIMEOUT, StatusPage
 from megaclass_launch.wire.protocol import Message
 
-LOOK_S = 1.0
-"""How often the pages are looked at; between two beats only a rank that has become late is reported."""
+_LOOK_S = 1.0
+"""How often the pages are looked at."""
 
 Say = Callable[[Message, bytes], None]
 
 
-class HangReporter:
-    """Watches the pages of this host's ranks."""
+class RankWatch:
+    """Watches the ranks of this host, and tells the driver about them. interval_s: between two heartbeats."""
 
-    def __init__(self, host: str, hang_timeout_s: float, say: Say) -> None:
-        self._host, self._say = host, say
-        self._hang_timeout_s = hang_timeout_s
+    def __init__(
+        self, supervisor: Supervisor, say: Say, *, host: str, interval_s: float, hang_timeout_s: float = 0.0
+    ) -> None:
+        self._supervisor, self._say = supervisor, say
+        self._host = host
+        self._interval_s, self._hang_timeout_s = interval_s, hang_timeout_s
+        self._due_at = 0.0
+        self._step = -1
+        self._stopped: set[int] = set()
         self._pages: dict[int, StatusPage] = {}
         self._aborted: dict[int, bytearray] = {}
         """Text that ranks have printed on stderr since SIGABRT made them print their stacks."""
@@ -60,14 +76,41 @@ class HangReporter:
         limit = {HANG_TIMEOUT: f"{self._hang_timeout_s:g}"} if self._hang_timeout_s else {}
         return {FD_NAME: str(self._pages[rank].fileno()), **limit}
 
-    def look(self, running: Sequence[Worker], *, is_beat: bool) -> None:
-        """Tells the driver where its ranks are: with every beat, and at once when one has become late."""
-        now = time.monotonic()
-        if not is_beat and now < self._look_at:
+    def next_at(self, now: float) -> float:
+        """Returns the time of the next `check`."""
+        return min(self._due_at, now + _LOOK_S)
+
+    def check(self, now: float) -> None:
+        """Looks for ranks that are late; sends everything else if the interval is over."""
+        is_due = now >= self._due_at
+        # Also between two beats: --heartbeat may be minutes, and a rank that is late should be reported at once.
+        if is_due or now >= self._look_at:
+            self._look(is_beat=is_due)
+        if not is_due:
             return
-        self._look_at = now + LOOK_S
+        self._due_at = now + self._interval_s
+        # The orphan killers count a silent agent as dead, just as the driver does.
+        self._supervisor.keep_watch()
+        self._say({"say": "beat"}, b"")
+        self.report_progress()
+        for worker in self._supervisor.running():
+            if self._supervisor.is_stopped(worker) and worker.pid not in self._stopped:
+                self._stopped.add(worker.pid)
+                self._say({"say": "stopped", "rank": worker.rank, "pid": worker.pid}, b"")
+
+    def report_progress(self) -> None:
+        """Reports the last checkpoint if it is a new one."""
+        # Whichever rank of the host has published it: what counts is that the job got that far.
+        step = max((page.read().checkpoint_step for page in self._pages.values()), default=-1)
+        if step > self._step:
+            self._step = step
+            self._say({"say": "progress", "step": step}, b"")
+
+    def _look(self, *, is_beat: bool) -> None:
+        now = time.monotonic()
+        self._look_at = now + _LOOK_S
         since = self._clock.since(now)
-        found = [self._pages[worker.rank].read() for worker in running]
+        found = [self._pages[worker.rank].read() for worker in self._supervisor.running()]
         # A program that does not use the page, or has not finished a step yet, cannot be called late.
         active = [status for status in found if status.num_done]
         if not active:
@@ -91,11 +134,18 @@ class HangReporter:
         return True
 
     def report_stacks(
-        self, name: str, running: Sequence[Worker], read_stderr: Callable[[int], None], *, may_abort: bool
+        self,
+        name: str,
+        running: Sequence[Worker],
+        ranks: Mapping[int, int],
+        read_stderr: Callable[[int], None],
+        *,
+        may_abort: bool,
     ) -> None:
         """Collects and sends the stacks. read_stderr: moves what a rank has printed since into `take_output`.
 
-        may_abort: ranks that cannot be asked get SIGABRT, which ends them, because the job ends in any case.
+        ranks: the rank of each worker, for the names of the files. may_abort: ranks that cannot be asked get SIGABRT, which
+        ends them, because the job ends in any case.
         """
         watched = [WatchedRank(worker.rank, worker.pid, self._pages[worker.rank]) for worker in running]
 
@@ -117,7 +167,8 @@ class HangReporter:
         self._is_late = False
         # On this host, because the machine of the driver may not have the run folder.
         folder = self._run_folder()
-        if folder is not None and (kept := keep_stacks(folder, name, reports)) is not None:
+        by_rank = [replace(report, rank=ranks[report.rank]) for report in reports]
+        if folder is not None and (kept := keep_stacks(folder, name, by_rank)) is not None:
             self._say({"say": "kept", "folder": str(kept)}, b"")
         for report in reports:
             fields = {field: getattr(report, field) for field in _SENT}

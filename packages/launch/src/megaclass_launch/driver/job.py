@@ -1,0 +1,266 @@
+"""The state of a job: one object that all decisions read and change, and the orders that follow. Standard library only.
+
+A job that is not elastic has one generation, to which all ranks belong, and replaces none of them; a restart starts the next
+generation from the beginning, as a new JobState with new agents. An elastic job forms one generation after the other.
+
+Everything happens in the driver's one thread, so no field needs a lock. Decisions (messages.py, generations.py, start.py,
+hang_watch.py, lost_agents.py, job_end.py) change the fields below and add orders; the loop (job_run.py) takes the orders and
+carries them out. Decisions show messages and output, which only queues them, but neither read nor write a pipe.
+
+    fields                          changed by
+    agents, opened                  job_run.py when it opens an agent; drop, finish, forget
+    ranks                           messages.py; generations.py
+    hosts                           answers of the discovery; job_end.py:ban
+    problems, start_deadline        start.py, until the ranks go
+    decision, give_up_at, …         job_end.py
+    current, is_closing, …          generations.py
+    is_aware, is_finishing, …       messages.py
+"""
+
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
+from megaclass_launch.driver.discovery import HostTable
+from megaclass_launch.driver.outcome import Outcome, OutcomeDecision
+from megaclass_launch.driver.output import DriverIo
+from megaclass_launch.driver.rank_table import RankTable, WorkerRecord
+from megaclass_launch.driver.ssh import SshSettings
+from megaclass_launch.hosts import Host
+from megaclass_launch.options import RunOptions
+from megaclass_launch.signals import InterruptLadder
+from megaclass_launch.wire.protocol import Message, silence_limits
+
+# ---- orders ----
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to an agent."""
+
+    agent: AgentPipe
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Start an agent on a host and send it the job."""
+
+    host: Host
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the pipes of an agent that is lost. kills_orphans: end what it may have left on its host."""
+
+    agent: AgentPipe
+    kills_orphans: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopListening:
+    """Stop listening to an agent that is over; its pipes are closed with those of all others."""
+
+    agent: AgentPipe
+
+
+Order = Tell | Open | Close | StopListening
+
+
+# ---- generations ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """Everything by which the ranks of one generation find and trust each other."""
+
+    number: int
+    token: str
+    secret: str
+    address: str
+    port: int
+    store_port: int
+
+    def where(self) -> Message:
+        return {
+            "address": self.address,
+            "port": self.port,
+            "store_port": self.store_port,
+            "secret": self.secret,
+        }
+
+
+@dataclass(slots=True)
+class RunningGeneration:
+    """The generation of an elastic job that was published last. It never runs again once it is broken."""
+
+    facts: Generation
+    size: int
+    """Number of its members when it was published."""
+    published_at: float
+    hung: str = ""
+    """How a rank hangs, once one does: a sentence without its end."""
+    announced: tuple[frozenset[int], frozenset[int]] | None = None
+    """Workers that join and workers that leave in the change that the members were told of."""
+    has_announced_break: bool = False
+    broken_since: float | None = None
+    """Time at which it was first found broken, or at which late members were last killed."""
+
+    def is_broken(self, members: Sequence[WorkerRecord]) -> bool:
+        """Returns whether the next generation has to follow. members: those that are left."""
+        return bool(self.hung) or len(members) < self.size or any(worker.is_ready for worker in members)
+
+
+# ---- the job ----
+
+
+class JobState:
+    """One start of a job that is not elastic, or a whole elastic job."""
+
+    def __init__(
+        self, options: RunOptions, ssh: SshSettings, io: DriverIo, hosts: Sequence[Host] | None = None, restart: int = 0
+    ) -> None:
+        """hosts: with as many slots as ranks are to be started there; None in an elastic job, which has to find them."""
+        self.options, self.ssh, self.io = options, ssh, io
+        self.messages, self.output = io.messages, io.output
+        self.is_elastic = hosts is None
+        self.restart = restart
+        # The run id, the token and the secrets are new in every start. The token is random, so the output of a login script
+        # on a host cannot be taken for an agent's greeting.
+        self.run_id = secrets.token_hex(8)
+        self.token = secrets.token_hex(16)
+        self.silence_s, self.silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
+        """An agent that sent nothing for this long is lost, and the others have so long to end their ranks."""
+        self.is_paused = False
+        """True while the screen is full and nothing is read: the driver cannot tell then who is silent."""
+
+        self.hosts = HostTable(options.cooldown_s, random.random)
+        """Hosts that may be used, and hosts that have failed."""
+        self.opened: list[AgentPipe] = []
+        """All agents, also those that are over."""
+        self.agents: dict[str, AgentPipe] = {}
+        """The agents in use, by host; one that was told to leave is not in use any more."""
+        self.ranks = RankTable()
+        self.checkpoint_step: int | None = None
+        """Step of the last checkpoint that a rank has reported; read by the restart loop."""
+        self.printed_at = time.monotonic()
+        """Time at which a rank last printed anything, or at which all were started."""
+
+        self.problems: list[tuple[str, str]] = []
+        """Host, or an empty text for all together, and why the job cannot start; not used by elastic jobs."""
+        self.start_deadline = time.monotonic() + options.start_timeout_s if hosts is not None else float("inf")
+        """Until when the hosts may answer; infinity once they have."""
+
+        self.decision = OutcomeDecision()
+        self.give_up_at = float("inf")
+        """Time at which agents that do not report the end of their ranks are abandoned."""
+        self.resume_deadline = float("inf")
+        """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
+        self.ladder = InterruptLadder()
+        self.has_passed_sigterm = False
+
+        self.current: RunningGeneration | None = None
+        """The generation that was published last; None before the first one, and in a job that is not elastic."""
+        self.is_aware = False
+        """True once a worker has come to the rendezvous: the program is an elastic one."""
+        self.has_progressed = False
+        """True once a worker has reported a commit."""
+        self.is_finishing = False
+        """True once a member of an elastic job has ended with exit code 0."""
+        self.is_closing = False
+        """True once the last worker has ended and the agents of an elastic job were told to leave."""
+        self.first_failure: tuple[Outcome, str] | None = None
+        """Outcome and report of the first failure since the last commit; decides the exit code if the job ends by it."""
+        self.disturbed_at: float | None = None
+        """Time of the first failure since the last commit."""
+        self.failed_generation = 0
+        """Generation of the last failure: a commit of the same one may have been on its way before it failed."""
+        self.short_since: float | None = None
+        """Time since which there are too few ranks for a generation."""
+        self.has_told_shortage = False
+
+        self._orders: list[Order] = []
+        if hosts is not None:
+            self.hosts.update(hosts)
+            for place in [(host.name, slot) for host in hosts for slot in range(host.slots)]:
+                self.ranks.add(*place, time.monotonic(), rank=len(self.ranks.rows))
+
+    @property
+    def is_ending(self) -> bool:
+        """Returns True once the ranks have been told to end, so their exit codes say nothing about the cause."""
+        return self.decision.is_ending
+
+    @property
+    def is_starting(self) -> bool:
+        """Returns True until all ranks of a job that is not elastic may go, or it is known that they cannot."""
+        return self.start_deadline < float("inf")
+
+    @property
+    def generation(self) -> int:
+        """Returns the number of the current generation; 0 before the first one."""
+        return self.current.facts.number if self.current is not None else 0
+
+    @property
+    def generation_token(self) -> str:
+        """Returns the token of the current generation; an empty text before the first one."""
+        return self.current.facts.token if self.current is not None else ""
+
+    def unfinished(self) -> list[AgentPipe]:
+        """Returns the agents that are neither done nor lost."""
+        return [agent for agent in self.opened if not agent.is_over]
+
+    def is_any_starting(self) -> bool:
+        return any(agent.state is PipeState.STARTING for agent in self.agents.values())
+
+    def is_wanted(self, worker: WorkerRecord) -> bool:
+        """Returns whether the job may still use the worker's slot: its host is listed, with at least as many slots."""
+        return worker.slot < self.hosts.slots(worker.host)
+
+    def show_rest(self, worker: WorkerRecord) -> None:
+        """Shows what a worker has printed without a line end."""
+        worker.last_lines.add(self.output.finish(worker.shown_rank))
+
+    # ---- orders ----
+
+    def order(self, order: Order) -> None:
+        self._orders.append(order)
+
+    def take_orders(self) -> list[Order]:
+        """Returns what is to be done, in this order, and forgets it."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def tell(self, agent: AgentPipe, message: Message) -> None:
+        self.order(Tell(agent, message))
+
+    def tell_all(self, message: Message) -> None:
+        """Sends a message to every agent that is not over."""
+        for agent in self.unfinished():
+            self.tell(agent, message)
+
+    def tell_about(self, what: str, workers: Sequence[WorkerRecord], **more: object) -> None:
+        """Sends an order about workers to their agents."""
+        for host in dict.fromkeys(worker.host for worker in workers):
+            if host in self.agents:
+                numbers = [worker.number for worker in workers if worker.host == host]
+                self.tell(self.agents[host], {"do": what, "workers": numbers, **more})
+
+    def drop(self, agent: AgentPipe, *, kills_orphans: bool = False) -> None:
+        """Counts an agent as lost."""
+        agent.state = PipeState.LOST
+        self.forget(agent)
+        self.order(Close(agent, kills_orphans))
+
+    def finish(self, agent: AgentPipe) -> None:
+        """Notes that an agent is done."""
+        agent.state = PipeState.DONE
+        self.forget(agent)
+        self.order(StopListening(agent))
+
+    def forget(self, agent: AgentPipe) -> None:
+        """Uses an agent no more. Its host may have a newer agent by now, which stays."""
+        if self.agents.get(agent.name) is agent:
+            del self.agents[agent.name]
