@@ -80,9 +80,9 @@ class ProbeClient:
         self._process.stdout.close()
         self._process.stderr.close()
 
-    def _read(self, timeout_s: float) -> list[Any]:
+    def _read(self, timeout_s: float) -> list[Facts]:
         """Waits for output, keeps the end of stderr, and returns the answers that have come."""
-        answers: list[Any] = []
+        answers: list[Facts] = []
         for handle in readable(self._open, timeout_s):
             data = os.read(handle, 1 << 16)
             if not data:
