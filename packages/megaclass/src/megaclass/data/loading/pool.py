@@ -22,7 +22,6 @@ import contextlib
 import itertools
 import logging
 import mmap
-import multiprocessing.queues
 import os
 import signal
 import sys
@@ -50,7 +49,7 @@ from megaclass.errors import DataError
 from megaclass_launch.errors import UserError
 from megaclass_launch.even_parts import even_part
 from megaclass_launch.operating_system import signals_named
-from megaclass_launch.rank_status import give_loader_stacks, wait_for_helper, wait_for_work
+from megaclass_launch.rank_status import wait_for_helper
 
 _log = logging.getLogger("megaclass.data")
 
@@ -226,12 +225,11 @@ def _run_worker(
     lifeline: connection.Connection, rank: int, loop: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Runs the worker's loop in a thread; the main thread ends the process when its rank closes the lifeline or is gone."""
-    give_loader_stacks()
     threading.Thread(target=_loop_or_exit, args=(loop, arguments), name="decode", daemon=True).start()
     with contextlib.suppress(ProcessLookupError):
         # The pipe alone is not enough: a process that the rank had forked may still hold its other end.
         rank_handle = os.pidfd_open(rank)
-        wait_for_work(lambda: connection.wait([lifeline, rank_handle]))
+        connection.wait([lifeline, rank_handle])
     # Without waiting for a thread that may be inside a decoder.
     os._exit(0)
 
@@ -247,13 +245,6 @@ def _loop_or_exit(loop: Callable[..., None], arguments: tuple[Any, ...]) -> None
 # ---- starting workers ----
 
 
-class _IdleQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
-    """A queue whose readers say in their stacks that they wait for work, which a search for hangs passes over."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        return wait_for_work(lambda: super(_IdleQueue, self).get(block, timeout))
-
-
 class _WorkerContext(ForkServerContext):
     """Starts the workers of a DataLoader. Remembers them, and holds the end of the pipe that keeps them alive."""
 
@@ -261,9 +252,6 @@ class _WorkerContext(ForkServerContext):
         super().__init__()
         self.processes: list[ForkServerProcess] = []
         self._theirs, self.lifeline = self.Pipe(duplex=False)
-
-    def Queue(self, maxsize: int = 0) -> Any:
-        return _IdleQueue(maxsize, ctx=self)
 
     def Process(self, *, target: Any, args: Any) -> ForkServerProcess:  # type: ignore[override]
         process = ForkServerProcess(target=_run_worker, args=(self._theirs, os.getpid(), target, args))
