@@ -73,9 +73,7 @@ def test_the_launcher_gets_the_options_and_no_secret(monkeypatch):
     [(command, given)] = seen
     text = " ".join(command)
     assert "--verbose --start-timeout 77 --ssh-port 2222 --ssh-identity-file key --output-filename out" in text
-    assert "--num-proc 2 --hosts localhost:2 /other/python" in text and text.endswith(
-        "horovod.runner.run_function_worker"
-    )
+    assert "--num-proc 2 --hosts localhost:2 /other/python -P -m horovod.runner.run_function_worker" in text
     assert given["env"]["HOROVOD_START_TIMEOUT"] == "77"
 
 

@@ -24,6 +24,7 @@ State:
                                                                                             reads without it
     closed         _close()                                       all threads               set once, under _lock
     _is_stopping   stop()                                         engine thread             set once, under _lock
+    _drain_s       fail()                                         stop()                    set once
     _wake          (constant)                                     any thread writes to it   _lock; _is_over: it is closed
     _stopping, _negotiation, _events               engine thread                            (only that thread)
     process_sets   engine thread (by the executor)                all threads               entries are added and removed
@@ -53,6 +54,8 @@ from megaclass_launch.rendezvous.connection_watch import ConnectionWatch
 
 _log = logging.getLogger("megaclass.horovod")
 _DRAIN_S = 30.0
+_STUCK_S = 1.0
+"""The same for an engine thread that was found stuck: a survivor must not wait longer for the next generation."""
 
 
 class Controller:
@@ -83,6 +86,7 @@ class Controller:
         self._queue = SubmissionQueue(settings.cycle_time_s)
         self._in_flight = InFlight(self._lock)
         self._is_stopping = False
+        self._drain_s = _DRAIN_S
 
         self._stopping = Stopping(rank, connections, self._close)
         self._negotiation: Negotiation
@@ -169,6 +173,7 @@ class Controller:
 
     def fail(self, reason: str) -> None:
         """Fails all open and later operations, also if the engine thread is stuck in one of them."""
+        self._drain_s = _STUCK_S
         self._close(f"{reason} {SHUT_DOWN}")
 
     def stop(self) -> None:
@@ -177,7 +182,7 @@ class Controller:
             self._is_stopping = True
             self._wake_up()
         # Not without limit: an operation may wait for a rank that is gone until the transport's own timeout.
-        self._thread.join(_DRAIN_S)
+        self._thread.join(self._drain_s)
 
     # -- the engine thread ----------------------------------------------------------------------------------------
 

@@ -154,7 +154,8 @@ class _FunctionCall:
         env = {**os.environ, **({"HOROVOD_START_TIMEOUT": str(start_timeout)} if start_timeout else {})}
         call_reader, call_writer = os.pipe()
         results_reader, results_writer = os.pipe()
-        task = [self._executable, "-m", "horovod.runner.run_function_worker"]
+        # -P: files of the current folder are not imported in place of a rank's modules. The caller's sys.path follows them.
+        task = [self._executable, "-P", "-m", "horovod.runner.run_function_worker"]
         # The mark gives functions Horovod's environment variables, as its own run() does.
         own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
         command = [sys.executable, "-P", "-m", "megaclass_launch", "run", *own, *options, *task]

@@ -19,8 +19,8 @@ def build_table() -> str:
 
     TensorFlow and Keras are found by their packages, without importing them.
     """
-    torch = torch_facts() or {"fault": "not installed"}
-    works = "fault" not in torch
+    torch = torch_facts()
+    works = not torch["fault"]
     has_tensorflow = is_at_least(tensorflow_version(), OLDEST_TENSORFLOW)
     sections = {
         "Available Frameworks": {
