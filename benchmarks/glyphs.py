@@ -8,7 +8,7 @@ Rows:
 head         `megaclass train RECIPE` with each rate, and `megaclass evaluate RUN --classify`
 linear       the same network and recipe with torch.nn.Linear and cross entropy
 insightface  PartialFC as InsightFace's torch code has it, at each rate below 1: positives count in the rate, and momentum and
-             decay move the rows that were not sampled, too. No setting of our head does that, so the loop is written here.
+             decay move the rows that were not sampled as well. No setting of our head does that, so the loop is written here.
 pixels       the training image with the highest correlation of pixels answers, for a random sample of the test images
 rapidocr     the recogniser in the wheel rapidocr (pip install rapidocr onnxruntime), on a sample of the characters that it
              knows. The likeliest of them answers. Size, width and blur of its input are chosen on the validation design.
