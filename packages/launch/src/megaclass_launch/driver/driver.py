@@ -74,7 +74,7 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         _logger.warning(
             f"{' and '.join(here)} are this machine: taken for {len(here)} hosts, whose ranks share its cores, and its GPUs "
             f"where they choose them by local rank.",
-            extra={"sender": "megaclass run"},
+            extra={"sender": options.program},
         )
     if options.is_dry_run:
         print(_plan(options, hosts, num_processes))

@@ -1,18 +1,14 @@
-"""Writes synthetic identities as the files InsightFace users have: train.rec, train.idx, property, verification.bin."""
+"""Writes synthetic identities as the files InsightFace users have: train.rec, train.idx, property, verification.bin.
+
+holdout.rec has further images of identities in training, one per identity, on which a run measures its classification.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.pair_file import PairSet, write_pairs
+from megaclass.data.process_map import process_map
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWriter
 from megaclass.data.synthetic.faces import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, draw_faces
 from megaclass.errors import DataError
@@ -28,6 +25,7 @@ from megaclass_launch.operating_system import num_cores
 
 JPEG_QUALITY = 92
 _ARGUMENTS_FILE = "synth.json"
+HOLDOUT_RECORDS = "holdout.rec"
 _FILES = ("train.rec", "train.idx", "property", "verification.bin", _ARGUMENTS_FILE)
 # Raised whenever the same arguments would draw other images, so an old folder is not mistaken for the new set.
 _DRAWING_VERSION = 1
@@ -129,6 +127,13 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
         [np.repeat(np.arange(arguments.num_identities), arguments.images_per_identity), pair_identity]
     )
     image = np.concatenate([np.tile(np.arange(arguments.images_per_identity), arguments.num_identities), pair_image])
+    # Spread over all identities; as many as there are pairs, so they take half as long to evaluate.
+    num_held_out = min(arguments.num_identities, arguments.num_pairs)
+    held_out = np.linspace(0, arguments.num_identities - 1, num_held_out).astype(np.int64)
+    identity, image = (
+        np.append(identity, held_out),
+        np.append(image, np.full(num_held_out, arguments.images_per_identity)),
+    )
     jobs = (
         _Drawing(
             arguments.seed,
@@ -138,10 +143,14 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
         )
         for start in range(0, len(identity), _BLOCK_IMAGES)
     )
-    with contextlib.closing(_draw_all(jobs, num_processes)) as drawn:
-        encoded = _count(drawn, len(identity), on_progress)
+    with contextlib.closing(process_map(_draw_and_encode, jobs, num_processes)) as drawn:
+        encoded = _count(itertools.chain.from_iterable(drawn), len(identity), on_progress)
         _write_records(folder / "train.rec", encoded, arguments)
-        write_pairs(folder / "verification.bin", PairSet(list(encoded), is_same))
+        pairs = list(itertools.islice(encoded, 2 * len(is_same)))
+        write_pairs(folder / "verification.bin", PairSet(pairs, is_same))
+        with RecordWriter(folder / HOLDOUT_RECORDS) as writer:
+            for key, (label, content) in enumerate(zip(held_out.tolist(), encoded, strict=True)):
+                writer.write(key, Record((float(label),), content, id=key))
     size = arguments.image_size
     (folder / "property").write_text(f"{arguments.num_identities},{size},{size}\n", encoding="ascii")
     (folder / _ARGUMENTS_FILE).write_text(json.dumps(asdict(arguments), indent=2) + "\n", encoding="ascii")
@@ -192,48 +201,6 @@ def _draw_and_encode(drawing: _Drawing) -> list[bytes]:
         simplejpeg.encode_jpeg(face_HW3, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444")
         for face_HW3 in faces_BHW3
     ]
-
-
-def _draw_all(drawings: Iterable[_Drawing], num_processes: int) -> Generator[bytes, None, None]:
-    """Yields encoded images in the order of the drawings."""
-    if num_processes == 1:
-        for drawing in drawings:
-            yield from _draw_and_encode(drawing)
-        return
-    # Never fork: the caller may hold threads and a process group.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_prepare_worker)
-    waiting: deque[Future[list[bytes]]] = deque()
-    try:
-        for drawing in drawings:
-            waiting.append(pool.submit(_draw_and_encode, drawing))
-            if len(waiting) > 3 * num_processes:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "A process that draws synthetic identities was killed, perhaps because memory ran out: try fewer processes."
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _prepare_worker() -> None:
-    """Ends a worker with its parent, and leaves Ctrl-C to the parent.
-
-    A worker waits for jobs on a pipe of which it holds both ends, so it would otherwise outlive a killed parent.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    sentinel = parent.sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="megaclass-parent-watch").start()
 
 
 def _count(encoded: Iterator[bytes], num_images: int, on_progress: Progress | None) -> Iterator[bytes]:
