@@ -213,5 +213,6 @@ def test_a_training_survives_a_cut_cable_and_a_dead_host(bed, tmp_path):
         assert job.wait(240) == 0, job.story()
     finally:
         bed.start_in_background("start", "h2")
-        bed.do("mend", "h3")
+        for host in ("h2", "h3"):
+            bed.do("mend", host)
     assert lost_and_repeated(count, NUM_IMAGES, STEPS_PER_EPOCH, num_epochs) == (0, 0)
