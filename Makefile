@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # What the tests of several hosts, of mpirun and Slurm, and of the report in a browser need; without them these are skipped.
 SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openmpi-bin slurm-wlm munge faketime chromium strace procps
 
-.PHONY: demo test test-fast test-gpu lint bench docs soak clean system-packages
+.PHONY: demo test test-fast test-gpu lint bench reproduce-glyphs docs soak clean system-packages
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass demo
@@ -62,6 +62,13 @@ system-packages:
 
 bench: $(VENV)/.dev-installed
 	$(BIN)/python benchmarks/head.py
+
+# Draws the glyphs from the fonts in FONTS (a folder, by default the installed ones), trains, and measures with all baselines.
+# Needs a GPU for the recipe glyphs; docs/tutorials/characters.md says where the fonts are.
+reproduce-glyphs: $(VENV)/.dev-installed
+	@$(PIP) --quiet onnxruntime && $(PIP) --quiet --no-deps rapidocr
+	@test -d datasets/glyphs || $(BIN)/megaclass data glyphs $(if $(FONTS),--fonts $(FONTS)) --out datasets/glyphs
+	$(BIN)/python benchmarks/glyphs.py --data datasets/glyphs --device cuda --out benchmarks/glyphs.md
 
 # The site, in docs/_build/html. A broken link or reference is an error.
 docs: $(VENV)/.dev-installed

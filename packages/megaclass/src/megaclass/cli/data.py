@@ -45,6 +45,7 @@ def add_data_commands(commands: "Commands") -> None:
     shuffle.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
 
     _add_split(below)
+    _add_glyphs(below)
 
     unpack = _command(below, "unpack", _unpack, "write any data as a folder of images, one subfolder per identity")
     unpack.add_argument("path", help=_DATA)
@@ -94,6 +95,26 @@ def _add_split(below: "Commands") -> None:
         "--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (default: 6000)"
     )
     _add_threads(split, "read")
+
+
+def _add_glyphs(below: "Commands") -> None:
+    glyphs = _command(
+        below, "glyphs", _glyphs, "draw about 105,000 Chinese characters and Korean syllables from free fonts"
+    )
+    glyphs.add_argument("--out", type=Path, help="folder to write; without it, list the fonts and the missing ones")
+    glyphs.add_argument(
+        "--fonts",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="folder with fonts or with unpacked packages, may be repeated (default: the installed fonts)",
+    )
+    glyphs.add_argument(
+        "--classes", type=int, metavar="N", help="draw only the N characters that most designs have (default: all)"
+    )
+    glyphs.add_argument(
+        "--processes", type=int, default=num_cores(), help="number of processes that draw (default: one per core)"
+    )
 
 
 def _add_synth(below: "Commands") -> None:
@@ -179,6 +200,35 @@ def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         )
     text = f"{options.out}: {'drawn' if is_new else 'exists already, unchanged'}"
     return 0, {"out": str(options.out), "is_new": is_new}, text
+
+
+def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.glyph_fonts import FONT_FOLDERS, FontCollection, read_designs
+    from megaclass.data.tools.glyphs import characters_for, describe_relations, split_glyphs, write_glyphs
+
+    folders = options.fonts or [Path(folder) for folder in FONT_FOLDERS]
+    fonts = FontCollection.find(folders, read_designs(), options.processes)
+    if options.out is None:
+        return 0, fonts.to_json(), fonts.describe()
+    if options.out.exists():
+        raise DataError(f"Cannot write {options.out}: it exists already. Remove it or choose another folder.")
+    wanted = None if options.classes is None else characters_for(fonts, options.classes)
+    with _progress("drawing characters") as on_progress:
+        glyphs = fonts.draw(wanted, options.processes, on_progress)
+    split = split_glyphs(glyphs, fonts)
+    facts = {**fonts.to_json(), **describe_relations(glyphs, fonts)}
+    with _progress("writing the set") as on_progress:
+        facts = write_glyphs(split, options.out, facts, num_threads=options.processes, on_progress=on_progress)
+    lines = [
+        f"{options.out / name}: {part['images']:,} images of {part['characters']:,} characters"
+        for name, part in facts["parts"].items()
+    ]
+    lines += [
+        f"{part}: {number:,} images removed because training has nearly the same ones"
+        for part, number in facts["removed_as_nearly_equal"].items()
+        if part != "train"
+    ]
+    return 0, facts, "\n".join(lines)
 
 
 def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

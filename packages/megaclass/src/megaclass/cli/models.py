@@ -10,6 +10,7 @@ from megaclass.cli.hints import Commands
 from megaclass.errors import DataError
 from megaclass.export import EXPORTERS
 from megaclass_launch.errors import ConfigError
+from megaclass_launch.wire.plain_text import plain_text
 
 _logger = logging.getLogger("megaclass.cli")
 _MODEL_HELP = "run folder, exported folder, .safetensors, .pth, .onnx, or hf://user/name"
@@ -141,9 +142,10 @@ def _search(options: argparse.Namespace, given: list[str]) -> int:
     index = model.index(options.gallery, faiss=options.faiss, fit=options.fit, resize=options.resize)
     found = index.search_all(options.queries, options.k)
     for query, neighbours in zip(options.queries, found, strict=True):
-        print(f"{query}: nearest of {len(index):,} images in {options.gallery}")
+        print(plain_text(f"{query}: nearest of {len(index):,} images in {options.gallery}"))
         for place, one in enumerate(neighbours, start=1):
-            print(f"  {place:3}  {one.similarity:6.3f}  {one.path}")
+            # The list next to a gallery's .npy file may contain escape sequences.
+            print(f"  {place:3}  {one.similarity:6.3f}  {plain_text(one.path)}")
     try:
         write_search_page(options.out, model, options.gallery, list(zip(options.queries, found, strict=True)))
     except OSError as error:

@@ -179,6 +179,12 @@ def mark_pairs(path: Path, split: Split, split_id: str) -> None:
     _write_mark(_pairs_mark(path), split_id, split, pairs=_digest_of(path))
 
 
+def mark_unseen(pairs: Path, split: Split, split_id: str) -> None:
+    """Marks pairs as held out of the data next to them, for a tool that makes both itself."""
+    _write_mark(pairs.parent / MARK, split_id, split, part="train")
+    mark_pairs(pairs, split, split_id)
+
+
 def is_unseen(pairs: Path, data_path: str) -> bool:
     """Tells by the marks of a split whether the identities of a .bin were held out of all of the data at `data_path`."""
     said = _read_mark(_pairs_mark(pairs))

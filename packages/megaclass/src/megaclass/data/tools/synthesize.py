@@ -8,15 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.pair_file import PairSet, write_pairs
+from megaclass.data.process_map import process_map
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWriter
 from megaclass.data.synthetic.faces import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, draw_faces
 from megaclass.errors import DataError
@@ -150,8 +143,8 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
         )
         for start in range(0, len(identity), _BLOCK_IMAGES)
     )
-    with contextlib.closing(_draw_all(jobs, num_processes)) as drawn:
-        encoded = _count(drawn, len(identity), on_progress)
+    with contextlib.closing(process_map(_draw_and_encode, jobs, num_processes)) as drawn:
+        encoded = _count(itertools.chain.from_iterable(drawn), len(identity), on_progress)
         _write_records(folder / "train.rec", encoded, arguments)
         pairs = list(itertools.islice(encoded, 2 * len(is_same)))
         write_pairs(folder / "verification.bin", PairSet(pairs, is_same))
@@ -208,48 +201,6 @@ def _draw_and_encode(drawing: _Drawing) -> list[bytes]:
         simplejpeg.encode_jpeg(face_HW3, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444")
         for face_HW3 in faces_BHW3
     ]
-
-
-def _draw_all(drawings: Iterable[_Drawing], num_processes: int) -> Generator[bytes, None, None]:
-    """Yields encoded images in the order of the drawings."""
-    if num_processes == 1:
-        for drawing in drawings:
-            yield from _draw_and_encode(drawing)
-        return
-    # Never fork: the caller may hold threads and a process group.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_prepare_worker)
-    waiting: deque[Future[list[bytes]]] = deque()
-    try:
-        for drawing in drawings:
-            waiting.append(pool.submit(_draw_and_encode, drawing))
-            if len(waiting) > 3 * num_processes:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "A process that draws synthetic identities was killed, perhaps because memory ran out: try fewer processes."
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _prepare_worker() -> None:
-    """Ends a worker with its parent, and leaves Ctrl-C to the parent.
-
-    A worker waits for jobs on a pipe of which it holds both ends, so it would otherwise outlive a killed parent.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    sentinel = parent.sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="megaclass-parent-watch").start()
 
 
 def _count(encoded: Iterator[bytes], num_images: int, on_progress: Progress | None) -> Iterator[bytes]:
