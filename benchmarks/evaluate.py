@@ -3,17 +3,21 @@
     python benchmarks/evaluate.py                 # 12,000 images of an lfw-sized .bin on the CPU; peak memory
     python benchmarks/evaluate.py --search        # blocked search on this device, against float64 brute force
     python benchmarks/evaluate.py --gpu           # one million by one million scores of width 512 on the GPU
+    python benchmarks/evaluate.py --gpu --classify    # a million embeddings against a million classes: all numbers
+    python benchmarks/evaluate.py --gpu --retrieve    # a million queries in a gallery of a million: all numbers
 
 Each prints a table row for benchmarks/evaluate.md and fails when a limit of the project is not kept.
 """
 
 import argparse
+import contextlib
 import io
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +31,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--search", action="store_true", help="blocked search at --rows by --rows")
     parser.add_argument("--gpu", action="store_true", help="one million by one million on the GPU")
+    parser.add_argument("--classify", action="store_true", help="classification at --rows by --rows")
+    parser.add_argument(
+        "--retrieve", action="store_true", help="retrieval at --rows by --rows, ten entries an identity"
+    )
     parser.add_argument("--rows", type=int, help="probes and gallery entries (20,000; with --gpu 1,000,000)")
     parser.add_argument("--width", type=int, default=512, help="numbers an embedding (512)")
     parser.add_argument("--backbone", default="slim", help="network of the .bin measurement (slim)")
@@ -34,6 +42,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.measure is not None:
         return measure_bin(options.measure, options.backbone)
+    if options.classify or options.retrieve:
+        device = torch.device("cuda" if options.gpu else "cpu")
+        measure = measure_classification if options.classify else measure_retrieval
+        return measure(options.rows or (1_000_000 if options.gpu else 20_000), options.width, device)
     if options.gpu or options.search:
         device = torch.device("cuda" if options.gpu else "cpu")
         return measure_search(options.rows or (1_000_000 if options.gpu else 20_000), options.width, device)
@@ -121,6 +133,85 @@ def measure_search(num_rows: int, width: int, device: torch.device) -> int:
         f"largest error {error:.1e}, {agreeing:.2%} of the neighbours as in float64 |"
     )
     return 0 if error < 1e-5 and agreeing > 0.995 else 1
+
+
+def noisy(rows: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """Rows near to the given ones: so near that many, but not all, find their own first."""
+    noise = unit_rows(len(rows), rows.shape[1], rows.device, seed=seed)
+    return torch.nn.functional.normalize(rows + 4.0 * noise)
+
+
+@contextlib.contextmanager
+def measured(what: str, num_rows: int, width: int, device: torch.device) -> Iterator[Callable[[str], None]]:
+    """Prints a table row with time and memory of the block, and what the block tells."""
+    told: list[str] = []
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.monotonic()
+    yield told.append
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_bytes()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    taken_s = time.monotonic() - begun
+    print(
+        f"| {what}, {name}, {num_rows:,} × {num_rows:,}, width {width} | {taken_s:.1f} s | {peak / 1e9:.1f} GB peak | "
+        f"{'; '.join(told)} |"
+    )
+
+
+def measure_classification(num_rows: int, width: int, device: torch.device) -> int:
+    """One image per class, near its centre. 200 images are checked against all centres in float64."""
+    from megaclass.checkpoint.class_names import ClassList
+    from megaclass.evaluation.centres import ClassShard
+    from megaclass.evaluation.protocols.classification import fitted_scale, numbers_of
+    from megaclass.evaluation.search import search
+
+    centres = unit_rows(num_rows, width, device, seed=0)
+    rows, labels = noisy(centres, seed=1), np.arange(num_rows)
+    shard = ClassShard.of(centres, 0, ClassList(num_rows), num_rows).shard
+    with measured("classification", num_rows, width, device) as tell:
+        scale, fitted = fitted_scale(rows, labels, shard, device=device)
+        found = search(rows, shard, k=5, device=device, probe_labels_P=labels, scale=scale)
+        numbers = numbers_of(found, labels, scale=scale, fitted=fitted)
+        tell(f"top-1 {numbers['top_k']['1']:.4f}, ECE {numbers['calibration_error']:.4f}")
+    checked = torch.linspace(0, num_rows - 1, min(200, num_rows), device=device).long()
+    assert scale is not None and found.log_sums_P is not None
+    wrong = 0.0
+    for start in range(0, len(checked), 20):
+        some = checked[start : start + 20]
+        cosines = rows[some].double() @ centres.double().T
+        sums = torch.logsumexp(scale * cosines, dim=1)
+        own = cosines.gather(1, some[:, None])[:, 0]
+        wrong = max(wrong, (found.log_sums_P[some].double() - sums).abs().max().item())
+        wrong = max(wrong, (found.mate_scores_P[some].double() - own).abs().max().item())
+        others = cosines.scatter(1, some[:, None], -2.0).topk(5, dim=1).values
+        wrong = max(wrong, (found.other_scores_Pk[some].double() - others).abs().max().item())
+    print(f"largest error against float64: {wrong:.1e}")
+    return 0 if wrong < 1e-3 else 1
+
+
+def measure_retrieval(num_rows: int, width: int, device: torch.device) -> int:
+    """Ten gallery entries per identity. 200 queries alone are checked against sorting all their scores in float64."""
+    from megaclass.evaluation.protocols.retrieval import retrieve
+    from megaclass.evaluation.search import GalleryShard
+
+    people, labels = unit_rows(-(-num_rows // 10), width, device, seed=0), np.arange(num_rows) // 10
+    gallery, queries = noisy(people[labels], seed=1), noisy(people[labels], seed=2)
+    with measured("retrieval", num_rows, width, device) as tell:
+        numbers = retrieve(queries, labels, GalleryShard(embeddings_ND=gallery), labels, device=device)
+        tell(f"mAP {numbers['map']:.4f}, MAP@R {numbers['map_at_r']:.4f}, CMC@1 {numbers['cmc']['1']:.4f}")
+    some = np.linspace(0, num_rows - 1, min(200, num_rows)).astype(np.int64)
+    few = retrieve(queries[some], labels[some], GalleryShard(embeddings_ND=gallery), labels, device=device)["map"]
+    precisions = []
+    for place in some.tolist():
+        order = (gallery.double() @ queries[place].double()).argsort(descending=True).cpu().numpy()
+        hits = labels[order] == labels[place]
+        precisions.append((np.cumsum(hits) / np.arange(1, num_rows + 1))[hits].mean())
+    error = abs(few - float(np.mean(precisions)))
+    print(f"mAP of {len(some)} queries: {few:.6f}, off by {error:.1e} from float64")
+    return 0 if error < 1e-4 else 1
 
 
 def unit_rows(num_rows: int, width: int, device: torch.device, *, seed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Recipes, InsightFace configs, lists, features, agents' messages and checkpoints under fire: a result or one clear line."""
+"""Recipes, InsightFace and ONNX files, lists, agents' messages and checkpoints under fire: a result or one clear line."""
 
 import random
 import struct
@@ -17,8 +17,10 @@ from megaclass.config.read import load_config
 from megaclass.evaluation.gallery import read_embeddings, read_megaface_features
 from megaclass.evaluation.protocols.pairs import read_pairs_list
 from megaclass.evaluation.protocols.templates import read_ijb
+from megaclass.inference.load import load
 from megaclass.insightface.import_config import import_config, recipe_text
-from megaclass_launch.hosts import hosts_from_file, hosts_from_option
+from megaclass_launch.hosts import hosts_from_batch_system, hosts_from_file, hosts_from_option
+from megaclass_launch.options import parse_options
 from megaclass_launch.wire.agent_messages import MAX_OUTPUT_BYTES, AgentMessageChecker
 from megaclass_launch.wire.protocol import MessageReader, ProtocolError
 
@@ -52,6 +54,19 @@ def lr_step_func(epoch):
     return [x ** 2 for x in range(3)][-1]
 config.lr_func = lr_step_func
 """
+HOROVOD_CONFIG = b"""\
+verbose: true
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 2.5
+  cache_capacity: 1024
+  hierarchical_allreduce: false
+autotune: {enabled: true, log_filename: "log.txt", warmup_samples: 3}
+timeline:
+  filename: "timeline.json"
+  mark_cycles: true
+stall_check: {enabled: true, warning_time_seconds: 60}
+"""
 IJB = {
     "ijbc_face_tid_mid.txt": "a.png 1 10\nb.png 1 11\nc.png 2 20\n",
     "ijbc_name_5pts_score.txt": "".join(f"{name}.png 1 2 3 4 5 6 7 8 9.5 10 0.9\n" for name in "abc"),
@@ -67,6 +82,11 @@ def make_target(name: str, folder: Path) -> Target:
     if name == "hosts":
         text = b"gpu-1:8,10.0.0.1:4,[fd00::1]:2,user@host.domain:1"
         return Target(text, lambda content: hosts_from_option(content.decode("latin1")))
+    if name == "SLURM_JOB_NODELIST":
+        nodes = b"gpu[01-09,12],rack[1-2]-[4,5],login"
+        return Target(nodes, lambda text: _hosts_of_job(name, text.decode("utf-8", "surrogateescape")), mutate_text)
+    if name == "ONNX file":
+        return Target(_onnx_file(), _written_to(folder / "model.onnx", lambda path: load(path, device="cpu")))
     if name == "agent's messages":
         return Target(b"", _check_messages, _mutated_message, ProtocolError)
     if name == "checkpoint files":
@@ -76,6 +96,13 @@ def make_target(name: str, folder: Path) -> Target:
     whole, change, file, read = {
         "recipe": (RECIPE.read_bytes(), mutate_text, "recipe.toml", load_config),
         "InsightFace config": (INSIGHTFACE_CONFIG.encode(), mutate_text, "ms1mv3_r50.py", _import),
+        "config file of horovodrun": (HOROVOD_CONFIG, mutate_text, "config.yaml", _parse_config),
+        "PBS_NODEFILE": (
+            b"gpu-1\ngpu-1\ngpu-2.cluster\n",
+            mutate,
+            "nodes",
+            lambda path: _hosts_of_job("PBS_NODEFILE", str(path)),
+        ),
         "host file": (b"gpu-1 slots=8\n# comment\n10.0.0.1 slots = 4\n", mutate_text, "hosts", hosts_from_file),
         "pairs.txt": (_pairs_list(folder), mutate_text, "pairs.txt", read_pairs_list),
         "MegaFace feature": (
@@ -94,6 +121,10 @@ NAMES = [
     "InsightFace config",
     "hosts",
     "host file",
+    "SLURM_JOB_NODELIST",
+    "PBS_NODEFILE",
+    "config file of horovodrun",
+    "ONNX file",
     "pairs.txt",
     *(f"IJB {name}" for name in ("ijbc_face_tid_mid.txt", "ijbc_name_5pts_score.txt", "ijbc_1N_gallery_G1.csv")),
     "MegaFace feature",
@@ -109,6 +140,38 @@ def _written_to(path: Path, read: Callable[[Path], object]) -> Callable[[bytes],
         read(path)
 
     return attempt
+
+
+def _hosts_of_job(variable: str, value: str) -> None:
+    hosts_from_batch_system({variable: value})
+
+
+def _parse_config(path: Path) -> None:
+    parse_options(["-np", "1", "--config-file", str(path), "true"], {})
+
+
+def _onnx_file() -> bytes:
+    """A small network of the operations of an IResNet, in the form in which `megaclass export` writes them."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    rng = np.random.default_rng(0)
+    shapes = {"filters": (4, 3, 3, 3), "slopes": (4, 1, 1), "weight": (6, 4 * 8 * 8), "bias": (6,)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    nodes = [
+        helper.make_node("Conv", ["images", "filters"], ["a"], strides=[2, 2], pads=[1, 1, 1, 1]),
+        helper.make_node("PRelu", ["a", "slopes"], ["b"]),
+        helper.make_node("Flatten", ["b"], ["c"]),
+        helper.make_node("Gemm", ["c", "weight", "bias"], ["embeddings"], transB=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "backbone",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 16, 16])],
+        [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["batch", 6])],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    return bytes(model.SerializeToString())
 
 
 def _import(path: Path) -> None:

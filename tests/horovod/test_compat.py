@@ -5,10 +5,12 @@ import os
 import pytest
 import torch
 
+import horovod.torch as hvd
 from horovod.common import util
 from horovod.common.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
 from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.engine.kinds import Average, Sum
+from megaclass_launch.check.build_table import build_table
 
 # ---- horovod.common.util ----
 
@@ -43,6 +45,15 @@ def test_versions_of_the_wrong_form_are_refused():
         util.is_version_greater_equal_than(2, "2.11.0")
     with pytest.raises(ValueError, match=r"major\.minor\.patch\. Received: 2\.11"):
         util.is_version_greater_equal_than("2.11.0", "2.11")
+
+
+@pytest.mark.ranks
+def test_the_table_of_check_build_agrees_with_the_functions():
+    lines = build_table().splitlines()
+    for name, is_built in {"MPI": hvd.mpi_built(), "DDL": hvd.ddl_built(), "CCL": hvd.ccl_built()}.items():
+        rows = [line for line in lines if line.endswith(f"] {name}")]
+        assert rows and all(("[X]" in row) == is_built for row in rows), rows
+    assert any("[X] Gloo" in line for line in lines) == hvd.gloo_built()
 
 
 def test_environment_variables_hold_within_the_block_only(monkeypatch):

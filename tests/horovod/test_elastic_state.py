@@ -1,14 +1,22 @@
 """Horovod's elastic states, and the loop around the training function, in one process."""
 
 import copy
+import socket
+import threading
 
 import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.common import basics
+from horovod.common import elastic as common
 from horovod.common.elastic import notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.engine.job import current
 from horovod.torch.elastic import HostUpdateResult, ObjectState, TorchState, run_fn
+from megaclass_launch.elastic.channel import Channel
+from megaclass_launch.elastic.worker import ElasticWorker
+from megaclass_launch.rendezvous.connection_watch import OwnConnections
 
 
 @pytest.fixture
@@ -35,6 +43,48 @@ def test_restore_returns_to_the_last_commit_and_not_to_what_was_changed_in_place
     state.losses.clear()
     state.restore()
     assert (state.step, state.losses) == (3, [1.0, 2.0])
+
+
+def test_the_drivers_announcement_is_among_the_messages_without_a_commit_and_counts_once(monkeypatch):
+    ours, theirs = socket.socketpair()
+    worker = ElasticWorker(Channel(theirs))
+    monkeypatch.setattr(common, "elastic_worker", lambda: worker)
+    state = object_state(step=1)
+    assert state._host_messages.empty()
+    Channel(ours).send({"say": "changed", "token": "", "only_removals": True})
+    # As Horovod's own elastic scripts wait for it.
+    while state._host_messages.empty():
+        pass
+    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+        state.commit()
+    assert interrupt.value.skip_sync
+    state.check_host_updates()
+    state.on_reset()
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_news_of_a_lost_member_that_comes_before_init_returns_still_limits_every_wait(
+    world_of_one, monkeypatch, leaves
+):
+    monkeypatch.setattr(basics, "_BROKEN_S", 0.2)
+    job, own = current.job, OwnConnections()
+    own.note_sockets()
+    monkeypatch.setattr(current, "job", None)
+    news = threading.Thread(target=basics._end_generation, args=(own, job.has_left))
+    news.start()
+    news.join(0.3)
+    assert news.is_alive()
+    if leaves:
+        job.has_left.set()
+    job.connections = own
+    monkeypatch.setattr(current, "job", job)
+    news.join(30)
+    assert not news.is_alive()
+    assert job.controller.closed.startswith("A member of this generation of the elastic job is gone.") is not leaves
 
 
 def test_sync_takes_over_the_state_of_rank_0():

@@ -9,7 +9,7 @@ from tests.horovod.jobs import in_job, job
 from torch import nn
 
 import horovod.torch as hvd
-from horovod.torch.optimizers.gradient_batches import GradientBatches
+from horovod.torch.gradient_batches import GradientBatches
 
 
 def _steps(batches: GradientBatches, *steps: list[torch.Tensor]) -> list[list[list[int]]]:

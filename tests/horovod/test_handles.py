@@ -28,13 +28,17 @@ def test_dense_contiguous_tensors_of_known_types_are_taken(kind):
     [
         (torch.ones(3, 2).t(), "Tensor is required to be contiguous."),
         (torch.ones(2, 6)[:, ::2], "Tensor is required to be contiguous."),
-        (torch.eye(2).to_sparse(), "Tensor type torch.sparse.FloatTensor is not supported."),
+        (
+            torch.eye(2).to_sparse(),
+            "Tensor type torch.sparse.FloatTensor is not supported by {kind}: it is sparse. Pass it to "
+            "sparse_allreduce_async(), or convert it with to_dense().",
+        ),
         (torch.ones(2, dtype=torch.complex64), "Tensor type torch.ComplexFloatTensor is not supported."),
     ],
     ids=["transposed", "strided", "sparse", "complex"],
 )
 def test_other_tensors_are_refused_in_horovods_words(kind, tensor, text):
-    assert error_of(lambda: check_tensor(kind, tensor)) == ("ValueError", text)
+    assert error_of(lambda: check_tensor(kind, tensor)) == ("ValueError", text.format(kind=kind))
 
 
 def test_bools_are_moved_but_not_reduced():

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from horovod.transport.reductions import empty_result, release_memory
+from horovod.transport.arithmetic import empty_result, release_memory
 
 
 @pytest.mark.parametrize("takes_borrowed", [False, True], ids=["as this Python counts", "as Python 3.14 counts"])

@@ -168,12 +168,14 @@ for size in (0, 1, 5):
     loader.close_async_loader()
     loader.close_async_loader()
     assert not loader.thread.is_alive()
-    broken, seen = Ahead(size, 9), []
+    broken, seen = Ahead(size, 9, debug_data_loader=True), []
     try:
         seen.extend(broken)
     except KeyError:
         pass
-    assert len(list(Numbers(3))) == 3
+    assert len(list(Numbers(3))) == 3 and broken.debug_data_loader
+from horovod.torch import check_extension
+check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", horovod.__file__)
 print("all there")
 """
 

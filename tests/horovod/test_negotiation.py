@@ -10,8 +10,8 @@ import torch
 from tests.horovod.jobs import error_of, in_job, job
 
 import horovod.torch as hvd
-from horovod.common.basics import _basics
 from horovod.common.settings import Settings
+from horovod.engine.job import current
 
 
 def _storm(rank: int, size: int) -> None:
@@ -230,7 +230,7 @@ def test_a_stalled_tensor_is_warned_about_with_the_missing_ranks_and_then_ends_t
 def _steady_state(rank: int, size: int) -> int:
     """Bytes this rank sends to rank 0 in one repeated step of 50 tensors."""
     sent = []
-    link = _basics.job().controller._connections.get(0)
+    link = current.running().controller._connections.get(0)
     if link is not None:
         send = link.send
         link.send = lambda about, content=b"", payload=b"": (sent.append(len(content)), send(about, content, payload))
@@ -257,7 +257,7 @@ def _in_long_cycle(function) -> object:
 def _many_without_names(rank: int, size: int) -> tuple[int, list[int]]:
     """How often this rank announces 1,000 small unnamed allreduces that are submitted in a row, and the bytes of it."""
     sent = []
-    link = _basics.job().controller._connections.get(0)
+    link = current.running().controller._connections.get(0)
     if link is not None:
         send = link.send
         link.send = lambda about, content=b"", payload=b"": (sent.append(len(content)), send(about, content, payload))

@@ -11,8 +11,7 @@ from tests.horovod.jobs import error_of, in_job
 from torch import Tensor, nn
 
 import horovod.torch as hvd
-from horovod.torch.optimizers.base import checked_names
-from horovod.torch.optimizers.gradients import checked_groups
+from horovod.torch.optimizer import checked_groups, checked_names
 
 
 def _model() -> nn.Module:

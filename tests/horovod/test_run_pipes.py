@@ -73,7 +73,7 @@ def test_the_launcher_gets_the_options_and_no_secret(monkeypatch):
     [(command, given)] = seen
     text = " ".join(command)
     assert "--num-proc 2 -H localhost:2 --start-timeout 77 --ssh-port 2222 --ssh-identity-file key" in text
-    assert "--output-filename out --verbose /other/python -m horovod.runner.run_function_worker" in text
+    assert "--output-filename out --verbose /other/python -P -m horovod.runner.run_function_worker" in text
     assert given["env"]["HOROVOD_START_TIMEOUT"] == "77"
 
 

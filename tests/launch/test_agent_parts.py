@@ -11,7 +11,7 @@ import pytest
 from megaclass_launch.agent import driver_connection
 from megaclass_launch.agent.driver_connection import DriverConnection
 from megaclass_launch.agent.rank_watch import RankWatch
-from megaclass_launch.agent.worker_output import WorkerOutput
+from megaclass_launch.agent.worker_pipes import WorkerOutput
 from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.rank_status import OwnStatus

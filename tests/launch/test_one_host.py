@@ -28,7 +28,7 @@ def test_the_driver_and_the_agent_import_no_torch(run):
     done = run("-np", "2", "true", env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
     modules = re.findall(r"import time:.*\| +(\S+)$", done.err, re.MULTILINE)
-    assert "megaclass_launch.driver.job_run" in modules
+    assert "megaclass_launch.driver.driver" in modules
     assert not [name for name in modules if name.split(".")[0] in ("torch", "numpy")]
     agent = subprocess.run(
         [sys.executable, "-c", "import sys, megaclass_launch.agent.agent; sys.exit('torch' in sys.modules)"], timeout=60

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaclass_launch.driver.failure_report import LastLines
+from megaclass_launch.driver.outcome import LastLines
 from megaclass_launch.driver.output import MAX_LINE_BYTES, LineCutter
 
 

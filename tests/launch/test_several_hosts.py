@@ -206,6 +206,13 @@ def test_a_port_without_an_ssh_server(bed, script):
     assert "megaclass: h2: it runs no ssh server at that port" in err and "-p" in err
 
 
+def test_an_agent_that_is_killed_during_the_start_is_no_ssh_that_cannot_connect(bed, script):
+    killed = "echo '** WARNING: connection is not using a post-quantum key exchange algorithm.' >&2; kill -9 $$;"
+    err = refused(bed, *HOSTS, "--remote-prefix", killed, *script(SLEEP))
+    assert "megaclass: h2: its agent was ended by a signal before it could report" in err, err
+    assert "cannot connect" not in err
+
+
 @contextmanager
 def mounted(bed, host, source, target):
     """Other files at a path, on one host only."""

@@ -1,6 +1,7 @@
 """The first hour with data of one's own: each usual mistake is answered with the line to type."""
 
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -140,7 +141,7 @@ def test_training_on_own_images_tells_how_to_measure_and_how_to_go_on(here, type
     code, said = typed("megaclass train recipe.toml")
     assert code == 0
     assert "no accuracy will be measured, because there is no .bin file next to own" in said
-    split = "megaclass data split own --identities 0.1 --out own-split"
+    split = "megaclass data split own --images 0.1 --out own-split"
     assert (
         f"  {split}\n  megaclass train runs/a/config.toml data.path=own-split/train train.run_dir=runs/own-split"
         in said
@@ -162,6 +163,22 @@ def test_training_on_own_images_tells_how_to_measure_and_how_to_go_on(here, type
     assert code == 0
     assert "the learning rate jumps from 0.00278 to 0.025 at step 7, because train.epochs was 1 and is 2" in said
     assert "learning rate jumps" not in typed(unchanged)[1]
+
+
+@pytest.mark.ranks
+def test_held_out_images_of_the_classes_are_classified_without_being_named(here, typed):
+    draw(Path("more"), 8, 6)
+    assert typed("megaclass data split more --images 0.3 --out split --pairs 20")[0] == 0
+    code, said = typed("megaclass train recipe.toml data.path=split/train train.evaluate_epochs=1")
+    assert code == 0
+    assert re.search(r"step \d+: .*holdout-classes top-1 [\d.]+ % of 8 classes", said), said
+    assert re.search(r"Classification of holdout-classes: top-1 [\d.]+ % of 8 classes\.", said)
+    sets = json.loads(Path("runs/a/evaluation.json").read_text())["sets"]
+    assert sets["holdout-classes"]["by_training_images"]["3-4"]["classes"] == 8
+    # The run alone gives the same numbers.
+    assert typed("megaclass evaluate runs/a --classify split/holdout")[0] == 0
+    again = json.loads(Path("runs/a/evaluation.json").read_text())["sets"]["holdout-classes"]
+    assert again["top_k"] == sets["holdout-classes"]["top_k"] and again["by_training_images"] == {}
 
 
 @pytest.mark.ranks

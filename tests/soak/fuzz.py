@@ -7,7 +7,8 @@ user), a crash of native code, more than 60 s, or more than 512 MiB of memory. M
 some hundreds to thousands in each; a process that dies is replaced, and its mutation is counted as a crash.
 
 With --results (JSON lines, appended) the script can be stopped and started again: parts that are in that file are not repeated.
-A mutation depends on --seed, the kind and its number only. Needs torch, numpy, Pillow, simplejpeg, safetensors and pytest.
+A mutation depends on --seed, the kind and its number only. Needs torch, numpy, Pillow, simplejpeg, safetensors, onnx,
+onnxruntime and pytest.
 """
 
 import os

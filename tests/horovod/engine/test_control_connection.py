@@ -1,5 +1,6 @@
 """Whole messages over a control connection, in one process. Authentication is tested in test_strangers.py."""
 
+import json
 import socket
 from collections.abc import Iterator
 
@@ -42,7 +43,7 @@ def test_messages_arrive_whole_and_in_order(pair):
     connection, other = pair
     sent = [
         (MessageKind.REQUESTS, b"content", b"payload"),
-        (MessageKind.JOIN, b"", b""),
+        (MessageKind.DRAINED, b"", b""),
         (MessageKind.STOP, b"why", b""),
     ]
     sender = ControlConnection(other)
@@ -87,7 +88,7 @@ def test_sending_to_a_rank_that_is_gone_raises_nothing(pair):
 
 def test_an_endpoint_survives_its_journey_through_the_store():
     endpoint = Endpoint("127.0.0.1", 1234, "token")
-    assert Endpoint.from_json(endpoint.to_json().encode()) == endpoint
+    assert Endpoint(*json.loads(json.dumps(endpoint))) == endpoint
     assert endpoint.key(b"secret") != Endpoint("127.0.0.1", 1234, "other").key(b"secret")
 
 

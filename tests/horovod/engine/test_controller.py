@@ -14,7 +14,7 @@ from horovod.common.exceptions import DUPLICATE_NAME, SHUT_DOWN, HorovodInternal
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import ControlConnection
 from horovod.engine.controller import Controller
-from horovod.engine.messages import Request, Response
+from horovod.engine.messages import JOIN, Request, Response
 from horovod.engine.operation import Operation
 from horovod.engine.timeline import Timeline
 from megaclass_launch.rendezvous.connection_watch import ConnectionWatch
@@ -84,7 +84,7 @@ class Job:
     def run(self, rank: int, request: Request) -> Operation:
         """Submits and waits, as a blocking call does."""
         operation = Operation(request)
-        self.controllers[rank].submit(operation, is_urgent=True)
+        self.controllers[rank].submit(operation)
         self.controllers[rank].wait(operation)
         return operation
 
@@ -112,7 +112,7 @@ def job() -> Iterator[Job]:
 
 
 def _allreduce(name: str, process_set: int = 0, count: int = 4) -> Request:
-    return Request("allreduce", name, process_set, ("float32",), ((count,),), 1)
+    return Request.of("allreduce", name, process_set, ("float32",), ((count,),), 1)
 
 
 def test_a_blocking_operation_runs_on_all_ranks(job):
@@ -126,7 +126,7 @@ def test_operations_submitted_in_different_orders_run_in_one_order(job):
         names = ["x", "y", "z"]
         operations = [Operation(_allreduce(name, count=10**6)) for name in names[rank:] + names[:rank]]
         for operation in operations:
-            job.controllers[rank].submit(operation, is_urgent=False)
+            job.controllers[rank].submit(operation)
         for operation in operations:
             job.controllers[rank].wait(operation)
 
@@ -143,7 +143,7 @@ def test_what_is_submitted_together_is_announced_together():
         operations = [Operation(_allreduce(name)) for name in "xyz"]
         with job.controllers[rank].together():
             for operation in operations:
-                job.controllers[rank].submit(operation, is_urgent=False)
+                job.controllers[rank].submit(operation)
         for operation in operations:
             job.controllers[rank].wait(operation)
 
@@ -162,11 +162,11 @@ def test_lists_that_do_not_repeat_run_also_where_ranks_cut_them_at_different_pla
             cuts = [names[:2], names[2:]] if rank == 1 and first % 12 == 0 else [names]
             operations = []
             for cut in cuts:
-                requests = [Request("allreduce", name, 0, ("float32",), ((4,),), 1, repeats=False) for name in cut]
+                requests = [Request.of("allreduce", name, 0, ("float32",), ((4,),), 1, repeats=False) for name in cut]
                 operations += [Operation(request) for request in requests]
                 with job.controllers[rank].together():
                     for operation in operations[-len(cut) :]:
-                        job.controllers[rank].submit(operation, is_urgent=False)
+                        job.controllers[rank].submit(operation)
             for operation in operations:
                 job.controllers[rank].wait(operation)
 
@@ -174,15 +174,13 @@ def test_lists_that_do_not_repeat_run_also_where_ranks_cut_them_at_different_pla
     orders = [[name for names in notes.performed for name in names] for notes in job.notes]
     assert orders[0] == orders[1] == orders[2]
     assert sorted(orders[0]) == sorted(f"noname.{number}" for number in range(60))
-    # A list that was answered in another way is not kept.
-    assert [len(controller._negotiation.announced_lists) for controller in job.controllers[1:]] == [0, 0]
     job.stop()
 
 
 def test_operations_that_no_thread_waits_for_are_run_by_the_controllers_own_thread(job):
     operations = [Operation(_allreduce("x")) for _ in range(3)]
     for rank, operation in enumerate(operations):
-        job.controllers[rank].submit(operation, is_urgent=False)
+        job.controllers[rank].submit(operation)
     is_done = threading.Event()
     for _ in range(1000):
         if all(operation.is_done for operation in operations):
@@ -193,7 +191,7 @@ def test_operations_that_no_thread_waits_for_are_run_by_the_controllers_own_thre
 
 def test_several_threads_of_one_rank_may_wait_for_one_operation(job):
     operation = Operation(_allreduce("x"))
-    job.controllers[0].submit(operation, is_urgent=True)
+    job.controllers[0].submit(operation)
     with ThreadPoolExecutor(5) as pool:
         waits = [pool.submit(job.controllers[0].wait, operation) for _ in range(3)]
         others = [pool.submit(job.run, rank, _allreduce("x")) for rank in (1, 2)]
@@ -218,10 +216,10 @@ def test_small_payloads_travel_with_the_negotiation():
 
 
 def test_a_name_that_is_in_flight_is_refused_and_a_name_that_is_done_is_not(job):
-    job.controllers[0].submit(Operation(_allreduce("x")), is_urgent=True)
+    job.controllers[0].submit(Operation(_allreduce("x")))
     with pytest.raises(ValueError, match=DUPLICATE_NAME[:40]):
-        job.controllers[0].submit(Operation(_allreduce("x")), is_urgent=True)
-    job.controllers[0].submit(Operation(_allreduce("y")), is_urgent=True)
+        job.controllers[0].submit(Operation(_allreduce("x")))
+    job.controllers[0].submit(Operation(_allreduce("y")))
     job.on_all(lambda rank: job.run(rank, _allreduce("z")))
     assert job.on_all(lambda rank: job.run(rank, _allreduce("z")).result) == [["z"]] * 3
 
@@ -238,8 +236,8 @@ def test_a_mismatch_fails_on_all_ranks_and_the_job_goes_on(job):
 
 def test_all_ranks_learn_who_joined_last(job):
     def join(rank: int) -> object:
-        operation = Operation(Request("join", "join"))
-        job.controllers[rank].submit_join(operation)
+        operation = Operation(JOIN)
+        job.controllers[rank].submit(operation)
         job.controllers[rank].wait(operation)
         return operation.result
 
@@ -248,15 +246,17 @@ def test_all_ranks_learn_who_joined_last(job):
 
 
 def test_a_rank_that_joined_takes_part_without_an_operation(job):
-    joined = Operation(Request("join", "join"))
-    job.controllers[1].submit_join(joined)
+    joined = Operation(JOIN)
+    job.controllers[1].submit(joined)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(job.controllers[1].wait, joined)
         job.on_all(lambda rank: job.run(rank, _allreduce("x")) if rank != 1 else None)
         for rank in (0, 2):
-            job.controllers[rank].submit_join(Operation(Request("join", "join")))
+            job.controllers[rank].submit(Operation(JOIN))
         job.on_all(
-            lambda rank: job.controllers[rank].wait(job.controllers[rank]._in_flight._join) if rank != 1 else None
+            lambda rank: (
+                job.controllers[rank].wait(job.controllers[rank]._in_flight.get(JOIN.key)) if rank != 1 else None
+            )
         )
         waiting.result(30.0)
     assert [notes.performed for notes in job.notes] == [[["x"]]] * 3
@@ -289,17 +289,25 @@ def test_when_one_rank_stops_all_controllers_end_and_refuse_further_operations(j
         controller._thread.join(30.0)
         assert not controller._thread.is_alive()
         with pytest.raises(HorovodInternalError, match=SHUT_DOWN[:30]):
-            controller.submit(Operation(_allreduce("y")), is_urgent=True)
+            controller.submit(Operation(_allreduce("y")))
         with pytest.raises(HorovodInternalError):
-            controller.submit_join(Operation(Request("join", "join")))
+            controller.submit(Operation(JOIN))
 
 
-def test_an_interrupted_wait_leaves_the_operation_in_flight_and_the_job_continues(job):
+@pytest.fixture
+def restored_sigint() -> Iterator[None]:
+    """Makes Ctrl-C raise KeyboardInterrupt, whatever the process that started the tests has set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_wait_leaves_the_operation_in_flight_and_the_job_continues(job, restored_sigint):
     operation = Operation(_allreduce("x"))
-    job.controllers[0].submit(operation, is_urgent=True)
+    job.controllers[0].submit(operation)
     interrupt = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    interrupt.start()
     with pytest.raises(KeyboardInterrupt):
+        interrupt.start()
         job.controllers[0].wait(operation)
     job.on_all(lambda rank: job.run(rank, _allreduce("x")) if rank else None)
     job.controllers[0].wait(operation)
@@ -320,7 +328,7 @@ def test_an_operation_that_was_closed_while_it_ran_is_finished_once():
     job.notes[1].perform = slow
     operations = [Operation(_allreduce("x")) for _ in HOSTS]
     for controller, operation in zip(job.controllers, operations, strict=True):
-        controller.submit(operation, is_urgent=False)
+        controller.submit(operation)
     assert is_running.wait(10.0)
     job.controllers[1]._close("interrupted")
     may_end.set()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from horovod.common.settings import Settings
-from horovod.engine.messages import Answer, Request, digest_of_all
+from horovod.engine.messages import JOIN, Answer, Request, digest_of_all
 from horovod.engine.rank0.coordinator import Coordinator
 from horovod.engine.rank0.stall_check import CROSSED_S
 
@@ -20,7 +20,7 @@ def _request(
     name: str, kind: str = "allreduce", process_set: int = 0, shape: tuple[int, ...] = (4,), **more
 ) -> Request:
     op = 1 if kind in ("allreduce", "reducescatter") else -1
-    return Request(kind, name, process_set, ("float32",), (shape,), op, **more)
+    return Request.of(kind, name, process_set, ("float32",), (shape,), op, **more)
 
 
 def _announce(coordinator: Coordinator, rank: int, *requests: Request, now: float = 0.0) -> Answer | None:
@@ -76,8 +76,12 @@ def test_sizes_of_all_members_come_with_gathers_and_exchanges():
             _request("x", shape=(5,)),
             "allreduce tensor shapes .* rank 0 .a. sent shape .4., but rank 1 .b. ",
         ),
-        (_request("x"), Request("allreduce", "x", 0, ("int64",), ((4,),), 1), "data types .*float32.*int64"),
-        (_request("x"), Request("allreduce", "x", 0, ("float32",), ((4,),), 0), "reduction operations .*Sum.*Average"),
+        (_request("x"), Request.of("allreduce", "x", 0, ("int64",), ((4,),), 1), "data types .*float32.*int64"),
+        (
+            _request("x"),
+            Request.of("allreduce", "x", 0, ("float32",), ((4,),), 0),
+            "reduction operations .*Sum.*Average",
+        ),
         (_request("x"), _request("x", prescale=2.0), r"factors \(1\.0, 1\.0\).*factors \(2\.0, 1\.0\)"),
         (_request("x", "broadcast", root=0), _request("x", "broadcast", root=1), "broadcast root ranks"),
         (
@@ -113,7 +117,7 @@ def test_operations_that_no_rank_can_run_are_errors():
 
 def test_a_rank_that_has_joined_is_not_waited_for():
     coordinator = _coordinator()
-    assert coordinator.join(1) is None
+    assert _announce(coordinator, 1, JOIN) is None
     assert _announce(coordinator, 0, _request("x")) is None
     assert _names(_announce(coordinator, 2, _request("x"))) == [["x"]]
 
@@ -122,21 +126,21 @@ def test_a_join_completes_what_only_that_rank_was_missing_in():
     coordinator = _coordinator()
     assert _announce(coordinator, 0, _request("x")) is None
     assert _announce(coordinator, 1, _request("x")) is None
-    assert _names(coordinator.join(2)) == [["x"]]
+    assert _names(_announce(coordinator, 2, JOIN)) == [["x"]]
 
 
 def test_the_last_rank_that_joins_is_told_to_all_and_the_next_epoch_starts_afresh():
     coordinator = _coordinator()
-    assert coordinator.join(2) is None
-    assert coordinator.join(0) is None
-    assert [response.last_joined for response in coordinator.join(1).responses] == [1]
+    assert _announce(coordinator, 2, JOIN) is None
+    assert _announce(coordinator, 0, JOIN) is None
+    assert [response.last_joined for response in _announce(coordinator, 1, JOIN).responses] == [1]
     assert _announce(coordinator, 0, _request("x")) is None
 
 
 @pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall", "reducescatter"])
 def test_operations_that_zeros_cannot_stand_in_for_fail_after_a_join(kind):
     coordinator = _coordinator()
-    coordinator.join(1)
+    _announce(coordinator, 1, JOIN)
     _announce(coordinator, 0, _request("x", kind))
     [error] = _errors(_announce(coordinator, 2, _request("x", kind)))
     assert error.startswith(f"{kind.capitalize()} is not supported with Join at this time.")
@@ -225,7 +229,7 @@ def test_payloads_come_back_with_the_answer_when_all_ranks_sent_one():
 
 def test_the_coordinator_answers_a_known_cycle_by_its_hash_without_opening_it():
     coordinator = Coordinator(["h", "h"], Settings(), {0: (0, 1)})
-    requests = [Request("allreduce", name, 0, ("float32",), ((4,),), 1) for name in "ab"]
+    requests = [Request.of("allreduce", name, 0, ("float32",), ((4,),), 1) for name in "ab"]
     digest = digest_of_all(requests)
     assert coordinator.announce(0, digest, requests, 0.0) is None
     first = coordinator.announce(1, digest, requests, 0.0)
@@ -238,19 +242,13 @@ def test_the_coordinator_answers_a_known_cycle_by_its_hash_without_opening_it():
     assert answer is not None and {r.name for r in answer.responses[0].requests} == {"a", "b"}
 
 
-def test_ranks_that_announce_one_list_of_allreduces_get_an_agreement():
+def test_a_list_that_all_ranks_announce_is_fused_in_its_order_and_gathers_get_the_sizes_of_all():
     coordinator = Coordinator(["h", "h"], Settings(), {0: (0, 1)})
     requests = [_request("a"), _request("b", shape=(10**6,)), _request("c", shape=(3, 3))]
     assert _announce(coordinator, 0, *requests) is None
     answer = _announce(coordinator, 1, *requests)
-    assert answer is not None and answer.agreement is not None
-    assert (answer.agreement.digest, answer.agreement.parts) == (digest_of_all(requests), [[0, 2], [1]])
-    assert _names(answer) == [["a", "c"], ["b"]]
-    # Other kinds come with the sizes of all ranks, and lists that differ with the answer to each operation.
+    assert answer is not None and _names(answer) == [["a", "c"], ["b"]]
     gathers = [_request("g", kind="allgather")]
     assert _announce(coordinator, 0, *gathers) is None
     answer = _announce(coordinator, 1, *gathers)
-    assert answer is not None and answer.agreement is None and answer.responses[0].sizes
-    assert _announce(coordinator, 0, *requests) is None
-    answer = _announce(coordinator, 1, *reversed(requests))
-    assert answer is not None and answer.agreement is None
+    assert answer is not None and answer.responses[0].sizes

@@ -9,7 +9,7 @@ from horovod.engine.rank0.fusion import FUSED_TENSOR_BYTES, fuse
 
 
 def _ready(name: str, dtype: str = "float32", op: int = 1, count: int = 100, **more) -> Response:
-    return Response((Request("allreduce", name, 0, (dtype,), ((count,),), op, **more),))
+    return Response((Request.of("allreduce", name, 0, (dtype,), ((count,),), op, **more),))
 
 
 def _names(responses: list[Response]) -> list[list[str]]:
@@ -51,7 +51,7 @@ def test_large_tensors_that_are_compressed_travel_together():
 
 def test_errors_and_other_kinds_stay_alone_in_their_place():
     error = Response(_ready("b").requests, error="Mismatched")
-    gather = Response((Request("allgather", "c", 0, ("float32",), ((4,),)),), sizes=((4, 4),))
+    gather = Response((Request.of("allgather", "c", 0, ("float32",), ((4,),)),), sizes=((4, 4),))
     joined = Response((), last_joined=1)
     fused = fuse([_ready("a"), error, gather, joined, _ready("d")], Settings())
     assert _names(fused) == [["a", "d"], ["b"], ["c"], []]

@@ -6,11 +6,10 @@ import pytest
 
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import MessageKind
-from horovod.engine.messages import Request
+from horovod.engine.messages import JOIN, Request
 from horovod.engine.negotiation import (
     NOTHING,
     Agreed,
-    AnnouncedLists,
     Negotiation,
     OtherRankNegotiation,
     Rank0Negotiation,
@@ -84,18 +83,18 @@ class _Job:
 
 def _operations(names: list[str], process_set: int = 0, count: int = 4, *, repeats: bool = True) -> list[Operation]:
     terms = ("float32",), ((count,),), 1
-    return [Operation(Request("allreduce", name, process_set, *terms, repeats=repeats)) for name in names]
+    return [Operation(Request.of("allreduce", name, process_set, *terms, repeats=repeats)) for name in names]
 
 
 def _names(agreed: Agreed) -> list[list[str]]:
     return [[request.name for request in response.requests] for response in agreed.responses]
 
 
-@pytest.mark.parametrize(("repeats", "kind"), [(True, MessageKind.RESPONSES), (False, MessageKind.AGREEMENT)])
-def test_both_ranks_run_what_both_have_announced(repeats, kind):
+@pytest.mark.parametrize("repeats", [True, False])
+def test_both_ranks_run_what_both_have_announced(repeats):
     job = _Job()
     answered, of_rank_0, of_rank_1 = job.agree(["x", "y"], repeats=repeats)
-    assert answered is kind
+    assert answered is MessageKind.RESPONSES
     assert _names(of_rank_0) == _names(of_rank_1) == [["x", "y"]]
     assert of_rank_0.payload == of_rank_1.payload == b""
 
@@ -116,13 +115,6 @@ def test_payloads_come_back_combined_and_are_what_both_ranks_run():
     assert of_rank_0.payload == of_rank_1.payload == b"zero+one"
 
 
-def test_a_rank_gets_only_the_responses_of_its_process_sets():
-    job = _Job()
-    job.ranks[1].announce(_operations(["x"], process_set=1))
-    assert _names(job.deliver(sender=1)[1]) == []
-    assert _names(job.deliver(sender=0)[1]) == [["x"]]
-
-
 def test_a_mismatch_is_an_error_that_both_ranks_get():
     job = _Job()
     job.ranks[1].announce(_operations(["x"], count=5))
@@ -134,8 +126,8 @@ def test_a_mismatch_is_an_error_that_both_ranks_get():
 
 def test_when_all_ranks_have_joined_both_learn_which_was_the_last():
     job = _Job()
-    assert job.ranks[0].announce_join() is NOTHING
-    assert job.ranks[1].announce_join() is NOTHING
+    assert job.ranks[0].announce([Operation(JOIN)]) is NOTHING
+    assert job.ranks[1].announce([Operation(JOIN)]) is NOTHING
     of_rank_0, of_rank_1 = job.deliver(sender=1)[1], job.deliver(sender=0)[1]
     assert [agreed.responses[0].last_joined for agreed in (of_rank_0, of_rank_1)] == [1, 1]
 
@@ -158,17 +150,3 @@ def test_only_rank_0_warns_of_missing_ranks():
     agreed, warning, reason = job.ranks[0].check(due + 100.0)
     assert _names(agreed) == [] and reason == ""
     assert warning.endswith("Missing ranks:\n1 (b): [allreduce.x]")
-
-
-def test_lists_that_were_answered_one_by_one_are_forgotten_when_the_next_one_is_kept():
-    lists = AnnouncedLists()
-    first, second, third = (_operations([name]) for name in "xyz")
-    lists.keep(b"first", first)
-    lists.keep(b"second", second)
-    assert len(lists) == 2
-    first[0].is_done = True
-    lists.keep(b"third", third)
-    assert len(lists) == 2
-    # Older lists were answered before the one that rank 0 refers to.
-    assert lists.take(b"third") == [third[0].request]
-    assert len(lists) == 0

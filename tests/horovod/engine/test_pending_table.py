@@ -2,7 +2,7 @@
 
 import pytest
 
-from horovod.engine.messages import Request
+from horovod.engine.messages import JOIN, Request
 from horovod.engine.rank0.pending_table import PendingTable
 
 
@@ -12,7 +12,7 @@ def table() -> PendingTable:
 
 
 def _request(name: str, process_set: int = 0) -> Request:
-    return Request("allreduce", name, process_set, ("float32",), ((4,),), 1)
+    return Request.of("allreduce", name, process_set, ("float32",), ((4,),), 1)
 
 
 def _names(table: PendingTable) -> list[list[str]]:
@@ -23,7 +23,7 @@ def test_an_operation_waits_for_the_members_that_have_neither_announced_it_nor_j
     x = _request("x")
     table.open(1, [x], now=5.0)
     assert table.missing(x.key) == [0, 2]
-    table.join(0)
+    table.open(0, [JOIN], 0.0)
     assert table.missing(x.key) == [2]
     assert _names(table) == []
     table.open(2, [x], now=6.0)
@@ -53,7 +53,7 @@ def test_an_operation_that_fails_leaves_the_table_as_an_error_of_its_process_set
 def test_when_the_last_rank_joins_all_are_told_and_none_counts_as_joined_any_more(table):
     for rank in (2, 0, 1):
         assert table.take_ready() == []
-        table.join(rank)
+        table.open(rank, [JOIN], 0.0)
     [response] = table.take_ready()
     assert response.last_joined == 1 and table.joined == []
 

@@ -15,7 +15,7 @@ def _queue(*counts: int, cycle_time_s: float = CYCLE_S) -> SubmissionQueue:
 
 
 def _submit(queue: SubmissionQueue, count: int = 4) -> None:
-    operation = Operation(Request("allreduce", f"x{len(queue.operations)}", 0, ("float32",), ((count,),), 1))
+    operation = Operation(Request.of("allreduce", f"x{len(queue.operations)}", 0, ("float32",), ((count,),), 1))
     queue.operations.append(operation)
     queue.num_bytes += operation.request.terms.num_bytes
 
@@ -63,14 +63,3 @@ def test_a_stream_without_pauses_is_cut_soon_if_it_is_large_and_later_if_it_is_s
 
     assert 0.0045 < announced_after(count=10**6) < 0.0065
     assert 0.0395 < announced_after(count=4) < 0.0415
-
-
-def test_a_join_is_announced_once_and_after_everything_that_was_submitted_before_it():
-    queue = _queue(4)
-    assert not queue.take_join()
-    queue.wants_join = True
-    assert not queue.take_join()
-    queue.hurry()
-    assert len(queue.take_if_due(10.0)) == 1
-    assert queue.take_join()
-    assert not queue.take_join()

@@ -6,9 +6,8 @@ import torch
 from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from horovod.engine.messages import Request
 from horovod.engine.operation import Operation
-from horovod.transport.reductions import (
+from horovod.transport.arithmetic import (
     DTYPES,
-    FusionBuffers,
     add_payloads,
     deliver_payload,
     finish_,
@@ -28,7 +27,7 @@ NUMBERS = [dtype for dtype in DTYPES if dtype is not torch.bool]
 
 def _operation(*tensors: torch.Tensor, name: str = "x", op: int = Sum, **more) -> Operation:
     dtypes = tuple(DTYPES[tensor.dtype] for tensor in tensors)
-    request = Request("allreduce", name, 0, dtypes, tuple(tuple(t.shape) for t in tensors), op, **more)
+    request = Request.of("allreduce", name, 0, dtypes, tuple(tuple(t.shape) for t in tensors), op, **more)
     return Operation(request, list(tensors), [torch.empty_like(tensor) for tensor in tensors])
 
 
@@ -41,7 +40,7 @@ def test_payloads_of_all_ranks_are_combined_and_delivered(dtype, op):
     total = add_payloads(operations[0].request, [small_payload([operation], 3) for operation in operations])
     expected = TRUTH[op](torch.stack(by_rank).double()).to(dtype)
     for operation in operations:
-        deliver_payload([operation], total, FusionBuffers())
+        deliver_payload([operation], total)
         torch.testing.assert_close(operation.outputs[0], expected)
 
 
@@ -49,7 +48,7 @@ def test_several_tensors_and_operations_travel_as_one_and_joined_ranks_receive_n
     operations = [_operation(torch.ones(2), torch.ones(()), name="x"), _operation(torch.full((1, 3), 2.0), name="y")]
     payload = small_payload(operations, 2)
     assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == [1, 1, 1, 2, 2, 2]
-    deliver_payload(operations, add_payloads(operations[0].request, [payload, payload]), FusionBuffers())
+    deliver_payload(operations, add_payloads(operations[0].request, [payload, payload]))
     found = [out.tolist() for operation in operations for out in operation.outputs]
     assert found == [[2, 2], 2, [[4, 4, 4]]]
 
@@ -57,7 +56,7 @@ def test_several_tensors_and_operations_travel_as_one_and_joined_ranks_receive_n
 def test_the_inputs_are_scaled_before_and_the_result_after_and_the_inputs_stay():
     given = torch.tensor([1.0, 2.0])
     operation = _operation(given, prescale=0.5, postscale=10.0)
-    deliver_payload([operation], add_payloads(operation.request, [small_payload([operation], 2)] * 2), FusionBuffers())
+    deliver_payload([operation], add_payloads(operation.request, [small_payload([operation], 2)] * 2))
     assert operation.outputs[0].tolist() == [10.0, 20.0]
     assert given.tolist() == [1.0, 2.0]
 
@@ -71,7 +70,7 @@ def test_the_inputs_are_scaled_before_and_the_result_after_and_the_inputs_stay()
         [_operation(torch.ones(2)), _operation(torch.ones(2), name="y", op=Max)],
         [_operation(torch.ones(2)), _operation(torch.ones(2), name="y", prescale=2.0)],
         [_operation(torch.ones(2)), _operation(torch.ones(2, dtype=torch.int64), name="y")],
-        [Operation(Request("barrier", "b"))],
+        [Operation(Request.of("barrier", "b"))],
     ],
     ids=["adasum", "compressed", "large", "different ops", "different scales", "different dtypes", "no allreduce"],
 )

@@ -174,7 +174,7 @@ def test_pack_fits_images_to_a_rectangle_and_says_how_many(capsys, tmp_path):
     assert code == 0 and "; 1 have another size than 16 × 16 and are kept; --size fits them" in out
     fitting = ["--size", "32x16", "--fit", "pad"]
     code, out, _ = run(capsys, "pack", tmp_path / "faces", "--out", tmp_path / "b", *fitting)
-    assert code == 0 and "; 3 have another size than 16 × 32 and were fitted to it (pad)" in out
+    assert code == 0 and "; 3 have another size than 16 × 32 (width × height) and were fitted to it (pad)" in out
     assert open_source(tmp_path / "b").image_size == (32, 16)
     with pytest.raises(SystemExit):
         run(capsys, "pack", tmp_path / "faces", "--out", tmp_path / "c", "--size", "32x16x3")

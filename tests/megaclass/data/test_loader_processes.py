@@ -2,6 +2,7 @@
 
 import faulthandler
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
 from megaclass_launch.errors import ConfigError
-from megaclass_launch.hang.stacks import WatchedRank, collect, file_wait
+from megaclass_launch.hang.stacks import WatchedRank, collect, file_wait, state_of
 from megaclass_launch.hang.verdict import find_verdict
 from megaclass_launch.rank_status import STACKS_SIGNAL, OwnStatus, StatusPage
 
@@ -43,12 +44,19 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def new_fork_server():
-    """Stops the fork server, so the next one starts with the environment of this test, and afterwards without it."""
-    stop = forkserver._forkserver._stop  # "used by unit tests to stop the server", as Python's source says
-    stop()
-    yield stop
-    stop()
+def new_fork_server(monkeypatch):
+    """Workers are forked from a server with the environment of this test; the function starts another one."""
+    servers = []
+
+    def start() -> None:
+        servers.append(forkserver.ForkServer())
+        servers[-1].set_forkserver_preload([pool.__name__])
+        monkeypatch.setattr(pool, "_server", servers[-1])
+
+    start()
+    yield start
+    for server in servers:
+        server._stop()  # "used by unit tests to stop the server", as Python's source says
 
 
 def in_processes(path: Path | str, num_processes: int, **arguments) -> BatchLoader:
@@ -160,7 +168,7 @@ def loader_children(parent: int | str = "self") -> list[int]:
 
 def is_loader(pid: int) -> bool:
     try:
-        return any("megaclass-loader-stacks" in str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir())
+        return "/memfd:megaclass-batches" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
 
@@ -251,7 +259,7 @@ if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
 
 
 @pytest.mark.ranks
-def test_stacks_of_a_hanging_rank_include_its_loader_processes_and_the_file_or_signal_that_they_wait_for(
+def test_a_hanging_rank_is_named_with_the_file_or_signal_that_its_loader_processes_wait_for(
     folder, tmp_path, monkeypatch, new_fork_server
 ):
     (tmp_path / "sitecustomize.py").write_text(WAITING_DECODER)
@@ -266,13 +274,15 @@ def test_stacks_of_a_hanging_rank_include_its_loader_processes_and_the_file_or_s
     def watch() -> None:
         """Does what the agent does, while the main thread waits for its first batch."""
         deadline = time.monotonic() + 60
-        while not any(map(file_wait, loader_children())) and time.monotonic() < deadline:
+        while str(pipe) not in file_wait(os.getpid()) and time.monotonic() < deadline:
             time.sleep(0.02)
         [loader] = loader_children()
         with pipe.open("r+b", buffering=0) as file:
             try:
                 for number in (signal.SIGCONT, signal.SIGSTOP):
                     os.kill(loader, number)
+                    while number == signal.SIGSTOP and state_of(loader) != "T":
+                        time.sleep(0.02)
                     [report] = collect([WatchedRank(0, os.getpid(), page)], "here", answer_s=30.0)
                     verdicts.append(find_verdict([report]).text)
             finally:
@@ -293,10 +303,8 @@ def test_stacks_of_a_hanging_rank_include_its_loader_processes_and_the_file_or_s
         page.close()
     batches.close()
     reading, stopped = verdicts
-    assert re.search(rf"\(decode_jpeg\) of a loader process, waiting in read of {re.escape(str(pipe))}$", reading), (
-        reading
-    )
-    assert re.search(r"waiting for its loader process \(pid \d+\), which is stopped by SIGSTOP", stopped), stopped
+    assert re.search(rf", waiting in read of {re.escape(str(pipe))} in process \d+$", reading), reading
+    assert re.search(r", waiting for process \d+, stopped by SIGSTOP; SIGCONT continues it$", stopped), stopped
 
 
 # Without `if __name__ == "__main__"`, as people write scripts.
@@ -336,10 +344,9 @@ def test_loader_processes_ignore_signals_to_the_job_and_are_gone_a_second_after_
         os.kill(pids[0], signal.SIGSTOP)
         rank.kill()
         os.kill(pids[0], signal.SIGCONT)
-        deadline = time.monotonic() + 1
-        while any(map(is_alive, all_of_rank)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not [pid for pid in all_of_rank if is_alive(pid)]
+        assert still_alive(pids, after_s=1) == []
+        # The fork server and the tracker of semaphores end after them, by their own accounts of their clients.
+        assert still_alive(all_of_rank, after_s=10) == []
 
 
 @pytest.mark.ranks
@@ -353,10 +360,7 @@ def test_loader_processes_end_although_a_process_that_their_rank_has_forked_live
         try:
             assert len(pids) == 2
             rank.kill()
-            deadline = time.monotonic() + 1
-            while any(map(is_alive, pids)) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert not any(map(is_alive, pids))
+            assert still_alive(pids, after_s=1) == []
         finally:
             os.killpg(rank.pid, signal.SIGKILL)
 
@@ -380,6 +384,13 @@ def descendants(pid: int | str) -> list[int]:
         for child in map(int, children.read_text().split()):
             found += [child, *descendants(child)]
     return found
+
+
+def still_alive(pids: list[int], after_s: float) -> list[int]:
+    deadline = time.monotonic() + after_s
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def is_alive(pid: int) -> bool:
@@ -407,6 +418,33 @@ def test_a_rank_starts_as_many_processes_as_its_share_of_the_cores_feeds(monkeyp
     assert available_cores() == cores_of_rank(4) == 4
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert available_cores() == 16
+
+
+@pytest.mark.ranks
+def test_processes_that_a_user_starts_do_not_come_from_the_server_of_loader_processes(tmp_path):
+    """Otherwise signals would be blocked in them, and multiprocessing.Pool could not end its workers."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+if __name__ == "__main__":
+    import multiprocessing, os, signal, sys
+    from megaclass.data.loading.pool import start_fork_server
+    start_fork_server()
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        print(pool.apply(signal.pthread_sigmask, (signal.SIG_BLOCK, ())), pool.apply(os.getenv, ("OMP_NUM_THREADS",)))
+"""
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "set() None", "")
+
+
+def test_a_daemonic_process_reads_by_threads(monkeypatch):
+    monkeypatch.setattr(type(multiprocessing.current_process()), "daemon", True)
+    assert choose_processes("synthetic:10", workers="auto", device=GPU, num_local_ranks=1) is None
+    with pytest.raises(ConfigError, match=r"data\.workers is 2, but this is a daemonic process"):
+        choose_processes("synthetic:10", workers=2, device=GPU, num_local_ranks=1)
 
 
 def test_a_format_of_the_users_own_is_read_by_threads(monkeypatch):

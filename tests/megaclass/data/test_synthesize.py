@@ -37,7 +37,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path):
 def test_the_files_are_those_of_an_insightface_folder(tmp_path):
     out = tmp_path / "a" / "set"
     assert synthesize(out, **SMALL, num_processes=1) is True
-    assert set(contents(out)) == {"train.rec", "train.idx", "property", "verification.bin", "synth.json"}
+    names = {"train.rec", "train.idx", "property", "verification.bin", "synth.json", "holdout.rec", "holdout.idx"}
+    assert set(contents(out)) == names
     assert (out / "property").read_text().strip() == "5,32,32"
     index, reader = open_index(out / "train.idx"), RecordReader(out / "train.rec")
     records = {
@@ -90,7 +91,7 @@ def test_an_empty_folder_is_filled_and_progress_is_told(tmp_path):
     (tmp_path / "set").mkdir()
     told: list[tuple[int, int]] = []
     assert synthesize(tmp_path / "set", **SMALL, num_processes=1, on_progress=lambda done, of: told.append((done, of)))
-    assert told[-1] == (15 + 40, 15 + 40)
+    assert told[-1] == (15 + 40 + 5, 15 + 40 + 5)
 
 
 def test_an_interrupted_drawing_leaves_nothing(tmp_path):

@@ -231,7 +231,7 @@ def test_the_command_classifies_and_keeps_the_examples(make_run, tmp_path, pictu
     assert "of 6 classes" in said and "Classes are matched by name." in said
     assert "5 images of 1 classes that the model does not know" in said
     (result,) = read_results(run)
-    assert (result.kind, result.name) == ("classification", "holdout")
+    assert (result.kind, result.name) == ("classification", "holdout-classes")
     assert result.numbers["by_training_images"]["2"]["images"] == 25
     assert result.examples is not None and len(result.examples.worst) == 5
     assert result.examples.worst[0].pictures[0].startswith(b"\xff\xd8\xff")

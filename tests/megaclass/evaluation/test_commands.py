@@ -26,7 +26,7 @@ def test_evaluate_prints_keeps_and_fails_by_number(run, pairs_bin, tmp_path, cap
     assert code == 2, "a set was not evaluated"
     assert "lfw" in printed
     assert re.search(r"TAR at FAR 1e-1: \d+\.\d\d % \[\d+\.\d, \d+\.\d\]", printed)
-    assert "1e-5, 1e-6: not measurable" in printed
+    assert "TAR at FAR 1e-5, TAR at FAR 1e-6: not measurable" in printed
     assert "broken           not evaluated" in printed
     kept = json.loads((run / "evaluation.json").read_text())["sets"]
     assert 0 <= kept["lfw"]["accuracy"] <= 1

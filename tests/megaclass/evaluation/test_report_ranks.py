@@ -33,7 +33,7 @@ def test_the_heat_map_shows_which_rank_was_slow_and_when(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     write_report(tmp_path / "report.html", report_of_runs([run], device=torch.device("cpu")))
     page = (tmp_path / "report.html").read_text()
-    text = "In 2 of 5 reports one of the 4 ranks was more than 20 % slower than the others; most often rank 2, in data (2)."
+    text = "rank 2 is slow, most in data: in 2 of 5 reports it needed more than 20 % longer than the others, which wait for it."
     assert text in page
     assert page.count('<rect class="heat-') == 4 * 5
     assert re.findall(r'class="heat-4"[^>]*><title>([^<]*)', page) == [words for _, words in hot]

@@ -77,7 +77,7 @@ def test_a_model_of_rectangles_carries_its_size_and_how_images_are_treated(make_
         assert (model.image_size, model.embedding_dim) == ((32, 48), 16)
         assert model.treatment == ImageTreatment(fit="crop", mirror=False)
     assert json.loads((out / "config.json").read_text())["image_size"] == [32, 48]
-    assert "48 × 32 pixels" in (out / "README.md").read_text()
+    assert "48 × 32 (width × height) pixels" in (out / "README.md").read_text()
     if form == "onnx":
         session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
         for num_images in (1, 3):

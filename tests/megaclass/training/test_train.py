@@ -203,7 +203,8 @@ def test_the_summary_has_the_numbers(alone):
 
 def test_every_verification_set_beside_the_data_is_evaluated(alone):
     sets = alone.summary["verification"]
-    assert sets.keys() == {"lfw", "verification"}
+    assert sets.keys() == {"lfw", "verification", "holdout-classes"}
+    assert alone.summary["classification_top_1"] == sets["holdout-classes"]["top_k"]["1"]
     assert sets["lfw"]["accuracy"] == sets["verification"]["accuracy"] == alone.summary["verification_accuracy"]
 
 

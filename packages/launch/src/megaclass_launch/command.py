@@ -109,29 +109,10 @@ def add_check_command(commands: Any) -> None:
 
 
 def _add_check_arguments(check: argparse.ArgumentParser) -> None:
-    from megaclass_launch.options import at_least, seconds
+    from megaclass_launch.options import add_host_options, seconds
 
     check.add_argument("recipe", nargs="?", help="a recipe that must be the same file on every host")
-    where = check.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots (default: this machine)")
-    where.add_argument(
-        "-hostfile", "--hostfile", type=Path, metavar="FILE", help="file of hosts with lines `h1 slots=8`"
-    )
-    check.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
-    check.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
-    check.add_argument(
-        "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh (repeatable)"
-    )
-    check.add_argument(
-        "--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: this one)"
-    )
-    check.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
-    check.add_argument(
-        "--network-interface", metavar="NAME", help="interface between the hosts (default: towards host 0)"
-    )
-    check.add_argument(
-        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
-    )
+    add_host_options(check)
     check.add_argument(
         "--start-timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for a host (default: 30)"
     )
@@ -160,43 +141,38 @@ def check(options: argparse.Namespace) -> int:
     from megaclass_launch.driver.ssh import SshSettings
     from megaclass_launch.hosts import given_hosts
 
-    hosts = given_hosts(options.hosts, options.hostfile)
     workdir = options.workdir or str(Path.cwd())
     ssh = SshSettings(
         port=options.ssh_port,
         identity_file=options.ssh_identity_file,
-        extra=tuple(options.ssh_arg),
+        extra=tuple(options.ssh_args),
         python=options.python,
     )
+    interface = ",".join(options.interfaces).partition(",")[0] or None
+    typed = {
+        "--ssh-port": options.ssh_port,
+        "--ssh-identity-file": options.ssh_identity_file,
+        "--network-interface": interface,
+        "--master-port": options.master_port,
+        "--python": options.python,
+        "--workdir": workdir,
+        "--start-timeout": options.start_timeout,
+    }
+    same = [f"--ssh-arg={argument}" for argument in options.ssh_args]
     report = check_hosts(
         CheckSettings(
-            hosts=tuple(hosts),
+            hosts=tuple(given_hosts(options.hosts, options.hostfile)),
             ssh=ssh,
             workdir=workdir,
             config=options.recipe,
-            interface=options.network_interface,
+            interface=interface,
             master_port=options.master_port,
             start_timeout_s=options.start_timeout,
-            run_options=_run_options(options, workdir),
+            run_options=(*same, *(part for flag, value in typed.items() if value for part in (flag, str(value)))),
         )
     )
     print(json.dumps(report.as_json(), indent=1) if options.json else report.table().lstrip("\n"))
     return 0 if report.would_start else 1
-
-
-def _run_options(options: argparse.Namespace, workdir: str) -> tuple[str, ...]:
-    """Returns options for `run` that are equivalent to those given to `check`."""
-    found = [f"--ssh-arg={argument}" for argument in options.ssh_arg]
-    for name, value in (
-        ("--ssh-port", options.ssh_port),
-        ("--ssh-identity-file", options.ssh_identity_file),
-        ("--network-interface", options.network_interface),
-        ("--master-port", options.master_port or None),
-    ):
-        if value is not None:
-            found += [name, str(value)]
-    found += ["--python", options.python, "--workdir", workdir, "--start-timeout", f"{options.start_timeout:g}"]
-    return tuple(found)
 
 
 def bench_allreduce(options: argparse.Namespace) -> int:

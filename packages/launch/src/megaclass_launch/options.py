@@ -209,29 +209,9 @@ def run_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command that each process runs")
 
     hosts = parser.add_argument_group("hosts (default: those of the Slurm, PBS or LSF job, otherwise this machine)")
-    one_of = hosts.add_mutually_exclusive_group()
-    one_of.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots")
-    one_of.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="file with lines `h1 slots=8`")
-    hosts.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
-    hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
-    hosts.add_argument(
-        "--ssh-arg", dest="ssh_args", action="append", default=[], metavar="ARG",
-        help="additional argument for ssh; repeatable",
-    )  # fmt: skip
-    hosts.add_argument(
-        "--python", default=sys.executable, metavar="PATH",
-        help="Python interpreter with megaclass on the hosts (default: the path of this one)",
-    )  # fmt: skip
-    hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
+    add_host_options(hosts)
     hosts.add_argument(
         "--remote-prefix", default="", metavar="TEXT", help="shell text in front of the agent's command on other hosts"
-    )
-    hosts.add_argument(
-        "--network-interface", "--network-interfaces", dest="interfaces", metavar="NAMES", action="append",
-        default=[], help="network interfaces to use, comma-separated (default: the one towards host 0)",
-    )  # fmt: skip
-    hosts.add_argument(
-        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
     )
     hosts.add_argument(
         "--allow-mixed-versions", dest="allows_mixed_versions", action="store_true",
@@ -326,6 +306,31 @@ def run_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     parser.add_argument("--call-fds", type=_two_numbers, help=argparse.SUPPRESS)
     add_flags(parser)
     return parser
+
+
+def add_host_options(hosts: argparse._ActionsContainer) -> None:
+    """Adds the options that name the hosts and say how they are reached; `check` has the same ones."""
+    one_of = hosts.add_mutually_exclusive_group()
+    one_of.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots")
+    one_of.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="file with lines `h1 slots=8`")
+    hosts.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
+    hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
+    hosts.add_argument(
+        "--ssh-arg", dest="ssh_args", action="append", default=[], metavar="ARG",
+        help="additional argument for ssh; repeatable",
+    )  # fmt: skip
+    hosts.add_argument(
+        "--python", default=sys.executable, metavar="PATH",
+        help="Python interpreter with megaclass on the hosts (default: the path of this one)",
+    )  # fmt: skip
+    hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
+    hosts.add_argument(
+        "--network-interface", "--network-interfaces", dest="interfaces", metavar="NAMES", action="append",
+        default=[], help="network interfaces to use, comma-separated (default: the one towards host 0)",
+    )  # fmt: skip
+    hosts.add_argument(
+        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
+    )
 
 
 class _Version(argparse.Action):

@@ -38,8 +38,6 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
 """No other software is known to use it; it is sent only to a process whose page says that it handles it."""
 PAGE_BYTES = 4096
 _FILE_NAME = "megaclass-status"
-LOADER_FILE_NAME = "megaclass-loader-stacks"
-"""File in memory into which a loader process writes its stacks. Its name tells the agent that it handles STACKS_SIGNAL."""
 _COUNTER = struct.Struct("<Q")
 # pid, thread id of the main thread, whether stacks can be asked for, step, operations done, time of the last progress,
 # seconds allowed from then on, step of the last checkpoint.
@@ -216,16 +214,6 @@ def wait_for_gpu(call: Callable[[], _T]) -> _T:
 def wait_for_helper(call: Callable[[], _T]) -> _T:
     """Returns call(), which waits for a helper process of this rank, such as a loader."""
     return call()
-
-
-def wait_for_work(call: Callable[[], _T]) -> _T:
-    """Returns call(), in which a thread of a helper process waits for its next task."""
-    return call()
-
-
-def give_loader_stacks() -> None:
-    """Lets the agent of this loader process's rank ask for its stacks at any time. Main thread only."""
-    faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(LOADER_FILE_NAME, os.MFD_CLOEXEC), all_threads=True)
 
 
 @cache

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+NOT_INSTALLED = "not installed"
 _SHOWN_HOSTS = 8
 
 
@@ -45,7 +46,7 @@ def differences(versions_by_host: dict[str, dict[str, str]]) -> dict[str, str]:
     for name in dict.fromkeys(name for versions in versions_by_host.values() for name in versions):
         hosts_by_version: dict[str, list[str]] = {}
         for host, versions in versions_by_host.items():
-            hosts_by_version.setdefault(versions.get(name, "not installed"), []).append(host)
+            hosts_by_version.setdefault(versions.get(name, NOT_INSTALLED), []).append(host)
         if len(hosts_by_version) > 1:
             sides = (f"{version} on {short_list(hosts)}" for version, hosts in hosts_by_version.items())
             found[name] = f"{name} is {'; '.join(sides)}"
@@ -104,7 +105,7 @@ def is_at_least(version: str | None, oldest: tuple[int, ...]) -> bool:
 def _torch_version() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return "not installed"
+        return NOT_INSTALLED
     return _written_in(Path(spec.origin).with_name("version.py"))
 
 

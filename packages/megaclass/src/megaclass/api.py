@@ -353,6 +353,7 @@ def evaluate(
     classify: str | Path | Sequence[str | Path] = (),
     gallery: str | Path | None = None,
     probes: str | Path | None = None,
+    queries: str | Path | None = None,
     distractors: str | Path | None = None,
     training_data: str | None = None,
     out: str | Path | None = None,
@@ -376,6 +377,7 @@ def evaluate(
     classify: labelled images to classify, as for data.path: a folder per class, .rec or tar files.
     gallery: known people, a folder of identities or embeddings .npy.
     probes: people to search for, likewise.
+    queries: images to retrieve the gallery's entries of the same identity for, likewise.
     distractors: distractors of MegaFace, to search among.
     training_data: counts the images of each set that are in this data, and gives the accuracy of `classify` by the number
         of training images.
@@ -400,7 +402,7 @@ def evaluate(
         [Path(one) for one in ([given_sets] if isinstance(given_sets, str | Path) else given_sets)]
         for given_sets in (on, classify)
     )
-    others = [None if one is None else Path(one) for one in (gallery, probes, distractors)]
+    others = [None if one is None else Path(one) for one in (gallery, probes, distractors, queries)]
     if out is None and not isinstance(given, LoadedModel) and Path(given).is_dir():
         out = given
     if nproc > 1 and world.starter == NO_STARTER and not isinstance(given, LoadedModel):
@@ -409,6 +411,7 @@ def evaluate(
             "classify": labelled,
             "gallery": gallery,
             "probes": probes,
+            "queries": queries,
             "distractors": distractors,
             "training-data": training_data,
             "fit": fit,
@@ -484,20 +487,34 @@ def _write(out: str | Path, model: Mapping[str, Any], results: "Sequence[SetResu
 
 
 def _sets(
-    paths: Sequence[Path], labelled: Sequence[Path], gallery: Path | None, probes: Path | None, distractors: Path | None
+    paths: Sequence[Path],
+    labelled: Sequence[Path],
+    gallery: Path | None,
+    probes: Path | None,
+    distractors: Path | None,
+    queries: Path | None,
 ) -> "list[EvaluationSet]":
     from megaclass.evaluation.protocol import EvaluationSet
     from megaclass.evaluation.sets import find_sets
 
     sets = find_sets(paths, labelled)
-    if (gallery or distractors) and not probes:
-        raise ConfigError("--gallery and --distractors need --probes, the images to search for.")
-    for one, kind, between in ((gallery, "identification", "in"), (distractors, "distractors", "among")):
-        if one is not None and probes is not None:
-            name = f"{probes.stem} {between} {one.stem}"
-            sets.append(EvaluationSet(name=name, kind=kind, path=one, probes=probes))
+    if (gallery or distractors) and not (probes or (queries and not distractors)):
+        raise ConfigError(
+            "--gallery and --distractors need --probes, the images to search for; --gallery or --queries."
+        )
+    if queries and not gallery:
+        raise ConfigError("--queries need --gallery, the images to search in; it may be the same path.")
+    for one, kind, between, searched in (
+        (gallery, "identification", "in", probes),
+        (gallery, "retrieval", "from", queries),
+        (distractors, "distractors", "among", probes),
+    ):
+        if one is not None and searched is not None:
+            name = f"{searched.stem} {between} {one.stem}"
+            sets.append(EvaluationSet(name=name, kind=kind, path=one, probes=searched))
     if not sets:
         raise ConfigError(
-            "Nothing to evaluate on: give --on SET …, --classify DATA …, or --probes with --gallery or --distractors."
+            "Nothing to evaluate on: give --on SET …, --classify DATA …, --probes with --gallery or --distractors, or "
+            "--queries with --gallery."
         )
     return sets

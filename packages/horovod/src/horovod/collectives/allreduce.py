@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horovod.collectives.compression import Compression, is_scaled, wire_of
 from horovod.collectives.handles import (
+    ReductionOptions,
     checked_op,
     enqueue,
     group_of,
     handle_average_backwards_compatibility,
-    synchronize,
+    waited,
 )
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum
-from horovod.torch.compression import Compression, is_scaled, wire_of
-from horovod.transport.reductions import empty_result
+from horovod.transport.arithmetic import empty_result
 
 __all__ = [
     "allreduce",
@@ -37,36 +38,17 @@ def _enqueue_allreduce(
     tensors: Sequence[Tensor],
     outputs: Sequence[Tensor],
     name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
+    options: ReductionOptions,
     *,
-    wire: str = "",
-    keeps_error: bool = True,
     is_grouped: bool = False,
-    is_urgent: bool = False,
 ) -> int:
-    if checked_op(op) == Adasum:
-        if process_set is not global_process_set:
+    if checked_op(options.op) == Adasum:
+        if options.process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         for tensor in tensors:
             if not tensor.is_floating_point():
                 raise ValueError(f"Tensor type {tensor.type()} is not supported by Adasum.")
-    return enqueue(
-        "allreduce",
-        tensors,
-        outputs,
-        name,
-        process_set,
-        op=op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        wire=wire,
-        keeps_error=bool(wire) and keeps_error,
-        is_grouped=is_grouped,
-        is_urgent=is_urgent,
-    )
+    return enqueue("allreduce", tensors, outputs, name, options.process_set, reduction=options, is_grouped=is_grouped)
 
 
 def allreduce_async(
@@ -80,8 +62,8 @@ def allreduce_async(
 ) -> int:
     """Starts an allreduce into a new tensor and returns its handle."""
     op = handle_average_backwards_compatibility(op, average)
-    output = empty_result(tensor)
-    return _enqueue_allreduce([tensor], [output], name, op, prescale_factor, postscale_factor, process_set)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce([tensor], [empty_result(tensor)], name, options)
 
 
 def allreduce_async_(
@@ -97,7 +79,8 @@ def allreduce_async_(
     op = handle_average_backwards_compatibility(op, average)
     # One list for both: enqueue() recognises an operation in place by it.
     tensors = [tensor]
-    return _enqueue_allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, tensors, name, options)
 
 
 def allreduce_(
@@ -111,48 +94,15 @@ def allreduce_(
 ) -> Tensor:
     """Combines the tensor over ranks in place and returns it."""
     op = handle_average_backwards_compatibility(op, average)
-    handle = _enqueue_allreduce(
-        [tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set, is_urgent=True
-    )
-    result: Tensor = synchronize(handle)
+    arguments = (name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = waited(lambda: allreduce_async_(tensor, None, *arguments))
     return result
 
 
-def compressed_allreduce_async_(
-    tensor: Tensor, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet, wire: str
-) -> int:
-    """Starts an allreduce in place that sends 16 or 8 bits per number and returns its handle.
-
-    Under a name, the rounding error is kept and added to the next tensor of that name.
-    """
-    return _enqueue_allreduce([tensor], [tensor], name, op, prescale, postscale, process_set, wire=wire)
-
-
-def combine(
-    is_grouped: bool,
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    wire: str,
-    *tensors: Tensor,
-) -> tuple[Tensor, ...]:
+def combine(is_grouped: bool, name: str | None, options: ReductionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Combines the tensors into new ones, which it waits for."""
     outputs = tuple([empty_result(tensor) for tensor in tensors])
-    handle = _enqueue_allreduce(
-        tensors,
-        outputs,
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        wire=wire,
-        is_grouped=is_grouped,
-        is_urgent=True,
-    )
-    synchronize(handle)
+    waited(lambda: _enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped))
     return outputs
 
 
@@ -160,15 +110,17 @@ class HorovodAllreduce(torch.autograd.Function):
     """allreduce with a gradient; takes the arguments of combine()."""
 
     @staticmethod
-    def forward(ctx: Any, is_grouped: bool, name: str | None, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, is_grouped: bool, name: str | None, options: ReductionOptions, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         # The operation of the backward pass has no name: the forward one of this name may be in flight again.
-        ctx.arguments = (is_grouped, None, *arguments[:5])
-        return combine(is_grouped, name, *arguments)
+        ctx.arguments = (is_grouped, None, options)
+        return combine(is_grouped, name, options, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
         gradients = [gradient.contiguous() for gradient in grad_output]
-        return (*[None] * 7, *HorovodAllreduce.apply(*ctx.arguments, *gradients))  # type: ignore[no-untyped-call]
+        return (None, None, None, *HorovodAllreduce.apply(*ctx.arguments, *gradients))  # type: ignore[no-untyped-call]
 
 
 def allreduce(
@@ -188,7 +140,7 @@ def allreduce(
     op = handle_average_backwards_compatibility(op, average)
     wire = _wire_for(compression, tensor, op)
     packed, ctx = (tensor, None) if wire else compression.compress(tensor)
-    arguments = (False, name, op, prescale_factor, postscale_factor, process_set, wire, packed)
+    arguments = (False, name, ReductionOptions(op, prescale_factor, postscale_factor, process_set, wire), packed)
     if packed.requires_grad and torch.is_grad_enabled():
         (reduced,) = HorovodAllreduce.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
@@ -220,10 +172,8 @@ def grouped_allreduce_async(
     """Starts an allreduce of each tensor of the list into new tensors; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    outputs = [empty_result(tensor) for tensor in tensors]
-    return _enqueue_allreduce(
-        tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
-    )
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, [empty_result(tensor) for tensor in tensors], name, options, is_grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -238,9 +188,8 @@ def grouped_allreduce_async_(
     """Starts an allreduce of each tensor of the list in place; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    return _enqueue_allreduce(
-        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True
-    )
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, tensors, name, options, is_grouped=True)
 
 
 def grouped_allreduce_(
@@ -255,10 +204,8 @@ def grouped_allreduce_(
     """Combines each tensor of the list over ranks in place and returns them."""
     op = handle_average_backwards_compatibility(op, average)
     tensors = group_of(tensors)
-    handle = _enqueue_allreduce(
-        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_grouped=True, is_urgent=True
-    )
-    result: tuple[Tensor, ...] = synchronize(handle)
+    arguments = (name, op, prescale_factor, postscale_factor, process_set)
+    result: tuple[Tensor, ...] = waited(lambda: grouped_allreduce_async_(tensors, None, *arguments))
     return result
 
 
@@ -283,7 +230,8 @@ def grouped_allreduce(
     pairs = [(tensor, None) if wire else compression.compress(tensor) for tensor in tensors]
     packed, contexts = zip(*pairs, strict=True)
     # Always through autograd: the cost is that of one function for the whole group.
-    reduced = HorovodAllreduce.apply(True, name, op, prescale_factor, postscale_factor, process_set, wire, *packed)  # type: ignore[no-untyped-call]
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set, wire)
+    reduced = HorovodAllreduce.apply(True, name, options, *packed)  # type: ignore[no-untyped-call]
     if wire:
         return list(reduced)
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

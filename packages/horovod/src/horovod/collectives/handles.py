@@ -5,9 +5,9 @@ the Operation. synchronize() waits for the Operation and forgets the handle.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.job import Job, current
 from horovod.engine.kinds import KINDS, REDUCTIONS, Average, Sum
-from horovod.engine.messages import Request, terms_of
+from horovod.engine.messages import JOIN, Request, terms_of
 from horovod.engine.operation import Operation
-from horovod.transport.reductions import DTYPES
+from horovod.transport.arithmetic import DTYPES
 from megaclass_launch.rank_status import own_status, wait_for_ranks
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
@@ -42,11 +42,40 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
     return Average
 
 
+def groups_of_options(op: int, gradient_predivide_factor: float, num_groups: int, groups: Any, stacklevel: int) -> Any:
+    """Returns `groups` after the checks that the optimizers of all frameworks make; `num_groups` is its deprecated name."""
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=stacklevel + 1,
+        )
+    return num_groups if groups is None and num_groups != 0 else groups
+
+
 def checked_op(op: int) -> int:
     """Returns the op, or raises ValueError if there is none of that number."""
     if op not in range(len(REDUCTIONS)):
         raise ValueError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product.")
     return op
+
+
+class ReductionOptions(NamedTuple):
+    """How tensors are combined: what all reductions have in common."""
+
+    op: int = Average
+    prescale: float = 1.0
+    postscale: float = 1.0
+    process_set: ProcessSet = global_process_set
+    wire: str = ""
+    """Name of the wire format; empty: the dtype of the tensor."""
+    keeps_error: bool = True
+    """True if the rounding error of a compressed tensor is added to the next tensor of the same name."""
+
+
+_NO_REDUCTION = ReductionOptions(op=-1)
 
 
 def enqueue(
@@ -56,42 +85,28 @@ def enqueue(
     name: str | None,
     process_set: ProcessSet,
     *,
-    op: int = -1,
+    reduction: ReductionOptions | None = None,
     root: int = -1,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
     splits: tuple[int, ...] = (),
-    wire: str = "",
-    keeps_error: bool = False,
     is_grouped: bool = False,
-    is_urgent: bool = False,
 ) -> int:
     """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
     job = current.running()
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    for tensor in tensors:
+        check_tensor(kind, tensor)
+    op, prescale, postscale, _, wire, keeps_error = reduction or _NO_REDUCTION
     # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
-    if len(tensors) == 1:
-        # The most common case by far, often a thousand times in a row, so it avoids building lists.
-        check_tensor(kind, tensors[0])
-        first = tensors[0].data
-        inputs = [first]
-        dtypes, shapes = (DTYPES[first.dtype],), (first.shape,)
-    else:
-        for tensor in tensors:
-            check_tensor(kind, tensor)
-        inputs = [tensor.data for tensor in tensors]
-        dtypes, shapes = tuple([DTYPES[tensor.dtype] for tensor in inputs]), tuple([tensor.shape for tensor in inputs])
+    inputs = [tensor.data for tensor in tensors]
     # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
     # but their hashes for the other ranks would differ.
     terms = terms_of(
         kind,
         number,
-        dtypes,
-        shapes,
+        tuple([DTYPES[tensor.dtype] for tensor in inputs]),
+        tuple([tensor.shape for tensor in inputs]),
         op,
         root,
         float(prescale),
@@ -99,28 +114,22 @@ def enqueue(
         splits,
         "cpu" if not inputs or inputs[0].is_cpu else inputs[0].device.type,
         wire,
-        keeps_error and name is not None,
+        bool(wire) and keeps_error and name is not None,
         is_grouped,
         name is not None,
     )
-    request = Request.under(job.next_name(number) if name is None else str(name), terms)
-    if outputs is tensors:
-        operation = Operation(request, inputs, inputs, tuple(outputs) if is_grouped else outputs[0])
-    elif outputs is not None:
-        written = [
-            given if out is tensor else out.data for given, tensor, out in zip(inputs, tensors, outputs, strict=True)
-        ]
-        operation = Operation(
-            request, inputs, written, tuple(outputs) if is_grouped else (outputs[0] if outputs else None)
-        )
-    else:
-        operation = Operation(request, inputs)
+    request = Request(job.next_name(number) if name is None else str(name), terms)
+    operation = Operation(request, inputs)
+    if outputs is not None:
+        # In place: the same objects, by which the executor knows that there is nothing to copy.
+        operation.outputs = inputs if outputs is tensors else [out.data for out in outputs]
+        operation.result = tuple(outputs) if is_grouped else outputs[0]
     if terms.device == "cuda":
         # The executor's stream waits for this event: kernels that write the inputs may still be running.
         operation.ready = torch.cuda.Event()
         operation.ready.record(torch.cuda.current_stream(inputs[0].device))
     # A refused operation (a duplicate name, a job that has ended) raises here and leaves no handle.
-    job.controller.submit(operation, is_urgent=is_urgent)
+    job.controller.submit(operation)
     handle = next(job.handle_numbers)
     job.handles[handle] = operation
     return handle
@@ -142,8 +151,12 @@ def group_of(tensors: Iterable[Tensor], if_empty: type[Exception] = IndexError) 
 def check_tensor(kind: str, tensor: Tensor) -> None:
     """Raises ValueError, in Horovod's words, for a tensor that this kind of operation cannot take."""
     dtype = tensor.dtype
-    is_known = tensor.layout is _STRIDED and dtype in DTYPES
-    if not is_known or (dtype is torch.bool and KINDS[kind].is_arithmetic):
+    if tensor.layout is not _STRIDED:
+        raise ValueError(
+            f"Tensor type {tensor.type()} is not supported by {kind}: it is sparse. Pass it to sparse_allreduce_async(), or "
+            f"convert it with to_dense()."
+        )
+    if dtype not in DTYPES or (dtype is torch.bool and KINDS[kind].is_arithmetic):
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
@@ -168,6 +181,14 @@ def poll(handle: int) -> bool:
     if operation is None:
         raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
     return bool(operation.is_done)
+
+
+def waited(start: Callable[[], int], pick: Callable[[Operation], Any] | None = None) -> Any:
+    """Starts an operation and waits for it; returns its result, or `pick(operation)`."""
+    # Together: the engine thread is woken once, when there is no more to wait for.
+    with current.running().controller.together():
+        handle = start()
+    return fetch(handle, pick or _result)
 
 
 def synchronize(handle: int) -> Any:
@@ -224,8 +245,8 @@ def join(device: int = -1) -> int:
     device type of the other ranks' tensors.
     """
     job = current.running()
-    operation = Operation(Request("join", "join"))
-    job.controller.submit_join(operation)
+    operation = Operation(JOIN)
+    job.controller.submit(operation)
     _wait(job, operation)
     # Ranks with more data have used up more automatic names: all start again at the same number.
     job.restart_names()
@@ -236,4 +257,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
     number = current.running().next_barrier(process_set.process_set_id)
-    synchronize(enqueue("barrier", [], None, f"barrier.{number}", process_set, is_urgent=True))
+    waited(lambda: enqueue("barrier", [], None, f"barrier.{number}", process_set))

@@ -6,38 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod.collectives.allgather import grouped_allgather
-from horovod.collectives.handles import checked_op, enqueue, fetch, group_of
+from horovod.collectives.compression import Compression, is_scaled
+from horovod.collectives.exchanges import grouped_allgather
+from horovod.collectives.handles import ReductionOptions, checked_op, enqueue, group_of, waited
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Average, Sum
-from horovod.torch.compression import Compression, is_scaled
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
 
 def _enqueue_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
-    **more: Any,
+    tensors: Sequence[Tensor], name: str | None, options: ReductionOptions, *, is_grouped: bool = False
 ) -> int:
-    if checked_op(op) not in (Average, Sum):
+    if checked_op(options.op) not in (Average, Sum):
         raise HorovodInternalError("Reducescatter currently only supports SUM and AVERAGE.")
-    return enqueue(
-        "reducescatter",
-        tensors,
-        None,
-        name,
-        process_set,
-        op=op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        **more,
-    )
+    return enqueue("reducescatter", tensors, None, name, options.process_set, reduction=options, is_grouped=is_grouped)
 
 
 def reducescatter_async(
@@ -49,35 +33,27 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a reducescatter and returns its handle. If rows do not divide evenly, the first ranks get one more."""
-    return _enqueue_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    return _enqueue_reducescatter([tensor], name, ReductionOptions(op, prescale_factor, postscale_factor, process_set))
 
 
 class HorovodReducescatter(torch.autograd.Function):
     """reducescatter with a gradient: an allgather."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        op: int,
-        process_set: ProcessSet,
-        prescale_factor: float,
-        postscale_factor: float,
-        is_grouped: bool,
-        *tensors: Tensor,
-    ) -> Any:
-        ctx.process_set = process_set
+    def forward(ctx: Any, is_grouped: bool, name: str | None, options: ReductionOptions, *tensors: Tensor) -> Any:
+        ctx.process_set = options.process_set
         # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
-        ctx.factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
-        handle = _enqueue_reducescatter(
-            tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=is_grouped, is_urgent=True
+        num_ranks = (options.process_set.size() or 1) if options.op == Sum else 1
+        ctx.factor = options.prescale * options.postscale * num_ranks
+        return waited(
+            lambda: _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped),
+            lambda operation: tuple(operation.outputs),
         )
-        return fetch(handle, lambda operation: tuple(operation.outputs))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
         scaled = [gradient.contiguous() * ctx.factor for gradient in grad_output]
-        return (*[None] * 6, *grouped_allgather(scaled, process_set=ctx.process_set))
+        return (None, None, None, *grouped_allgather(scaled, process_set=ctx.process_set))
 
 
 def reducescatter(
@@ -94,7 +70,8 @@ def reducescatter(
     op: Average or Sum.
     """
     packed, ctx = _compressed(compression, tensor)
-    (reduced,) = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, packed)  # type: ignore[no-untyped-call]
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    (reduced,) = HorovodReducescatter.apply(False, name, options, packed)  # type: ignore[no-untyped-call]
     result: Tensor = compression.decompress(reduced, ctx)
     return result
 
@@ -117,8 +94,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a reducescatter of each tensor of the list; returns one handle for all."""
-    tensors = group_of(tensors)
-    return _enqueue_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_grouped=True)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_reducescatter(group_of(tensors), name, options, is_grouped=True)
 
 
 def grouped_reducescatter(
@@ -133,5 +110,6 @@ def grouped_reducescatter(
     """Returns the reducescatter of each tensor of the list; differentiable."""
     tensors = group_of(tensors, if_empty=ValueError)
     packed, contexts = zip(*[_compressed(compression, tensor) for tensor in tensors], strict=True)
-    reduced = HorovodReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, True, *packed)  # type: ignore[no-untyped-call]
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    reduced = HorovodReducescatter.apply(True, name, options, *packed)  # type: ignore[no-untyped-call]
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, contexts, strict=True)]

@@ -22,9 +22,9 @@ from horovod.engine.controller import Controller
 from horovod.engine.job import Job, current
 from horovod.engine.rendezvous import Rendezvous, watch_connections
 from horovod.engine.timeline import Timeline
+from horovod.transport.arithmetic import release_memory
 from horovod.transport.executor import Executor
 from horovod.transport.process_set_table import ProcessSetTable
-from horovod.transport.reductions import release_memory
 from megaclass_launch.elastic.worker import Why, elastic_worker
 from megaclass_launch.errors import ConnectionLostError, UserError
 from megaclass_launch.rank_status import own_status
@@ -95,19 +95,20 @@ class _Basics:
             if worker.here is not None:
                 gc.collect()
             worker.rendezvous(self.why_joining)
-            own = OwnConnections()
-            worker.when_broken(partial(_joined, own))
+            own, has_left = OwnConnections(), threading.Event()
+            worker.when_broken(partial(_end_generation, own, has_left))
             try:
                 job = self._start_once(ranks, wanted)
             except (UserError, RuntimeError) as error:
                 # Most likely another member is gone, and the driver forms a generation without it.
                 # Without its frames, which hold the store.
                 failure, self.why_joining = error.with_traceback(None), Why.FAILED
+                has_left.set()
                 worker.failed(str(error))
                 own.end()
             else:
                 own.note_sockets()
-                job.connections, self.why_joining = own, Why.START
+                job.connections, job.has_left, self.why_joining = own, has_left, Why.START
                 return job
         assert failure is not None
         raise failure
@@ -141,7 +142,7 @@ class _Basics:
         if not meeting.uses_nccl:
             # No rank returns, and perhaps ends, while another rank still connects to it.
             dist.all_reduce(torch.zeros(1), group=sets.connections[0].cpu)
-        executor = Executor(meeting.rank, timeline, sets, uses_nccl=meeting.uses_nccl)
+        executor = Executor(timeline, sets)
         controller = Controller(
             meeting.rank, meeting.hosts, settings, timeline, sets.ranks, executor, meeting.connections, watch
         )
@@ -173,16 +174,13 @@ class _Basics:
     def _leave(self) -> None:
         job, current.job = current.job, None
         if job is not None:
+            job.has_left.set()
             job.close()
             release_memory()
 
     def is_initialized(self) -> bool:
         """Returns whether init() has been called, and shutdown() has not."""
         return current.job is not None
-
-    def job(self) -> Job:
-        """Returns the job, for callers that run operations."""
-        return current.running()
 
     # -- ranks and hosts ---------------------------------------------------------------------------------------------
 
@@ -236,17 +234,15 @@ class _Basics:
     def mpi_threads_supported(self) -> bool:
         raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
 
-    def mpi_enabled(self) -> bool:
+    def _no(self) -> bool:
         return False
 
-    def mpi_built(self) -> bool:
-        return False
-
-    def gloo_enabled(self) -> bool:
-        return True
+    mpi_enabled = mpi_built = ddl_built = ccl_built = _no
 
     def gloo_built(self) -> bool:
         return True
+
+    gloo_enabled = gloo_built
 
     def nccl_built(self) -> int:
         """Returns NCCL's version code, for example 22105 for 2.21.5, or 0 without NCCL."""
@@ -255,12 +251,6 @@ class _Basics:
         major, minor, patch = torch.cuda.nccl.version()[:3]
         return int(major) * 10_000 + int(minor) * 100 + int(patch)
 
-    def ddl_built(self) -> bool:
-        return False
-
-    def ccl_built(self) -> bool:
-        return False
-
     def cuda_built(self) -> bool:
         return torch.version.cuda is not None
 
@@ -268,27 +258,32 @@ class _Basics:
         return torch.version.hip is not None
 
 
-def _joined(own: OwnConnections) -> None:
-    """Makes everything fail that waits for another member of the generation, also while it is being joined."""
-    own.end()
-    close_listeners()
-    job = current.job
-    if job is None or job.connections is not own:
-        return
-    # Operations on GPUs wait in NCCL's kernels, which no closed connection ends.
-    job.sets.abort()
-    # The engine thread mostly learns at once which rank is gone. Whatever it may hang in, no thread waits longer than this.
+def _end_generation(own: OwnConnections, has_left: threading.Event) -> None:
+    """Makes everything fail that waits for another member of the generation, until this process has left it.
+
+    The news may come while the generation is still being joined: connections that are made later are ended as well, and the
+    time limit holds for the job that init() is about to return.
+    """
     ends_at = time.monotonic() + _BROKEN_S
-    while not job.controller.closed and time.monotonic() < ends_at:
-        time.sleep(_TICK_S)
-    job.controller.fail("A member of this generation of the elastic job is gone.")
+    while not has_left.is_set():
+        own.end()
+        close_listeners()
+        job = current.job
+        if job is not None and job.connections is own:
+            # Operations on GPUs wait in NCCL's kernels, which no closed connection ends.
+            job.sets.abort()
+            # The engine thread mostly learns at once which rank is gone. Whatever it may hang in, no thread waits longer.
+            if job.controller.closed or time.monotonic() >= ends_at:
+                job.controller.fail("A member of this generation of the elastic job is gone.")
+                return
+        has_left.wait(_TICK_S)
 
 
 def _import_before_ready() -> None:
     """Imports what a training needs after init(): the other ranks wait for this one from the rendezvous on."""
-    name = "keras" if "tensorflow" in sys.modules else "torch._dynamo"
-    with contextlib.suppress(ImportError):
-        import_module(name)
+    for name in ("keras" if "tensorflow" in sys.modules else "torch._dynamo", "cloudpickle"):
+        with contextlib.suppress(ImportError):
+            import_module(name)
     import_module("horovod.torch.elastic")
 
 

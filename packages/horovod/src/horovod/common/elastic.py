@@ -39,8 +39,8 @@ class HostUpdateResult(IntFlag):
 class WorkerNotificationManager:
     """Tells states that hosts have changed. run_fn() registers each state for the duration of its function.
 
-    The driver's own announcements do not come this way: check_host_updates() asks for them. A program that knows of a change
-    by other means may call handle_hosts_updated() on rank 0.
+    The driver's own announcements do not come this way: a state asks for them when it looks at its messages. A program that
+    knows of a change by other means may call handle_hosts_updated() on rank 0.
     """
 
     def __init__(self) -> None:
@@ -64,6 +64,22 @@ class WorkerNotificationManager:
 notification_manager = WorkerNotificationManager()
 
 
+class _HostMessages(queue.Queue[tuple[float, int]]):
+    """Changes of the hosts that a state has not acted on. Scripts of Horovod's look at empty() in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_drivers_news = False
+
+    def empty(self) -> bool:
+        """Returns whether there is no change; also asks for the driver's announcement, which counts once per generation."""
+        worker = elastic_worker()
+        if not self._has_drivers_news and worker is not None and worker.hosts_changed():
+            self._has_drivers_news = True
+            self.put((time.time(), HostUpdateResult.removed if worker.has_only_removals else HostUpdateResult.added))
+        return super().empty()
+
+
 class State:
     """State of a training that ranks commit, restore and send to new ranks. Subclasses implement save, restore and sync."""
 
@@ -71,7 +87,7 @@ class State:
         """bcast_object: sends an object of rank 0 to all ranks and returns it. get_rank: returns the rank of this process."""
         self._bcast_object = bcast_object
         self._rank = get_rank
-        self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
+        self._host_messages = _HostMessages()
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []
 
@@ -81,7 +97,9 @@ class State:
 
     def on_reset(self) -> None:
         """Is called after each change of the ranks."""
-        self._host_messages = queue.Queue()
+        self._host_messages = _HostMessages()
+        # Times are compared by the clock of rank 0, which may be another host's now.
+        self._last_updated_timestamp = 0
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -99,10 +117,6 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raises HostsUpdatedInterrupt, on all ranks at the same call, if rank 0 knows of changed hosts."""
-        worker = elastic_worker()
-        if worker is not None and self._host_messages.empty() and worker.hosts_changed():
-            result = HostUpdateResult.removed if worker.has_only_removals else HostUpdateResult.added
-            self.on_hosts_updated(time.time(), result)
         previous = latest = self._last_updated_timestamp
         result = HostUpdateResult.no_update
         while not self._host_messages.empty():

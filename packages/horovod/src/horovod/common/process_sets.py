@@ -115,8 +115,8 @@ def _negotiate(kind: str, numbers: tuple[int, ...], doing: str) -> int | None:
     if kind == "add_process_set" and (wrong := job.sets.wrong_ranks(numbers)):
         raise ValueError(wrong)
     # The name is the same for all sets, so ranks that want different sets are compared and get an error.
-    operation = Operation(Request(kind, "process sets", splits=numbers, repeats=False))
-    job.controller.submit(operation, is_urgent=True)
+    operation = Operation(Request.of(kind, "process sets", splits=numbers, repeats=False))
+    job.controller.submit(operation)
     wait_for_ranks(lambda: job.controller.wait(operation))
     number = int(operation.result)
     return number if number >= 0 else None

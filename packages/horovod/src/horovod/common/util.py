@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -55,24 +56,17 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    return bool(_basics.mpi_built())
+def _answer(name: str) -> Callable[..., int]:
+    def built(verbose: bool = False) -> int:
+        answer: int = getattr(_basics, name)()
+        return answer
+
+    return built
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    return bool(_basics.gloo_built())
-
-
-def nccl_built(verbose: bool = False) -> int:
-    return int(_basics.nccl_built())
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    return bool(_basics.ddl_built())
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    return bool(_basics.ccl_built())
+mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = map(
+    _answer, ("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built")
+)
 
 
 @contextmanager
@@ -120,11 +114,6 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: next((i for i, letter in enumerate(part) if not letter.isdigit()), len(part))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    # 2.11 is 2.11.0.
-    return numbers + [0] * (3 - len(numbers))
+    # 2.11 is 2.11.0, and what follows the numbers, as in 2.11.0rc1, does not count.
+    found = re.match(r"(\d+)(?:\.(\d+))?(?:\.(\d+))?", version)
+    return [int(number or 0) for number in found.groups()] if found else []

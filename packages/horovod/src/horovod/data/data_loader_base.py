@@ -1,9 +1,12 @@
 """`horovod.data`: base classes of data loaders, one of which reads ahead in a thread."""
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+_log = logging.getLogger("megaclass.horovod")
 
 
 class BaseDataLoader:
@@ -43,8 +46,12 @@ class AsyncDataLoaderMixin:
     _process_batch: Any
     _iterate: Any
 
-    def __init__(self, async_loader_queue_size: int = 5, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, async_loader_queue_size: int = 5, *args: Any, debug_data_loader: bool = False, **kwargs: Any
+    ) -> None:
+        """debug_data_loader: log when reading ahead starts and ends."""
         self.async_loader_queue_size = async_loader_queue_size
+        self.debug_data_loader = debug_data_loader
         super().__init__(*args, **kwargs)
         self.started = False
         self.finished_event = threading.Event()
@@ -53,12 +60,17 @@ class AsyncDataLoaderMixin:
 
     def close_async_loader(self) -> None:
         """Ends the thread and drops the batches it has read ahead."""
+        self._debug("closed")
         self.finished_event.set()
         while self.started and self.thread.is_alive():
             try:
                 self.queue.get(timeout=0.05)
             except queue.Empty:
                 continue
+
+    def _debug(self, what: str) -> None:
+        if self.debug_data_loader:
+            _log.warning("%s, at most %d batches ahead: %s", type(self).__name__, self.async_loader_queue_size, what)
 
     def _async_worker(self) -> None:
         while not self.finished_event.is_set():
@@ -77,6 +89,7 @@ class AsyncDataLoaderMixin:
             for batch in self._iterate():
                 yield self._process_batch(batch)
             return
+        self._debug("iteration starts")
         if not self.started:
             self.started = True
             self.thread.start()

@@ -9,7 +9,6 @@ ControlConnection wraps such a socket for the messages of the negotiation.
 
 import contextlib
 import hmac
-import json
 import secrets
 import selectors
 import socket
@@ -19,6 +18,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from megaclass_launch.errors import LaunchError
 
@@ -43,18 +43,14 @@ class MessageKind(IntEnum):
 
     REQUESTS = 0
     """Any rank to rank 0: operations it wants to run."""
-    JOIN = 1
-    """Any rank to rank 0: it has no more data."""
-    STOP = 2
+    STOP = 1
     """Any rank to rank 0, and rank 0 to all: the job ends, with the reason as content."""
-    DRAINED = 3
+    DRAINED = 2
     """Any rank to rank 0, after STOP: it no longer uses the process groups."""
-    RESPONSES = 4
-    """Rank 0 to the members of a process set: operations to run next."""
-    END = 5
+    RESPONSES = 3
+    """Rank 0 to all: operations that the members of their process sets run next."""
+    END = 4
     """Rank 0 to all: every rank is drained."""
-    AGREEMENT = 6
-    """Rank 0 to all: all have announced the same list of operations, which they run next."""
 
 
 class ControlConnection:
@@ -113,22 +109,13 @@ class ControlConnection:
         self._socket.close()
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """The address of a listening rank, and the token from which callers derive the key of their proof."""
 
     address: str
     port: int
     token: str
     """Random. In a job without a secret, it still keeps out strangers who cannot read the job's store."""
-
-    def to_json(self) -> str:
-        return json.dumps([self.address, self.port, self.token])
-
-    @staticmethod
-    def from_json(text: bytes) -> "Endpoint":
-        address, port, token = json.loads(text)
-        return Endpoint(str(address), int(port), str(token))
 
     def key(self, secret: bytes) -> bytes:
         return hmac.digest(secret, self.token.encode(), "sha256")

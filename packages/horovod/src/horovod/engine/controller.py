@@ -8,10 +8,11 @@
 Its parts, each in a file of its own:
 
     submission_queue.py   what was submitted, and when to announce it        any thread, under _lock
-    in_flight.py          what is not done yet, and its waiting threads      any thread, under _lock
+    operation.py          what is not done yet, and its waiting threads      any thread, under _lock
     negotiation.py        what is sent to and received from other ranks      the engine thread
-    response_runner.py    what the ranks have agreed on is run               the engine thread
     stopping.py           how the controllers of all ranks end together      the engine thread
+
+All ranks receive the same responses in the same order, so each rank meets the others in each operation.
 
 The engine thread sleeps until a submission, a message or a deadline wakes it, so an idle job costs nothing.
 
@@ -23,8 +24,9 @@ State:
                                                                                             reads without it
     closed         _close()                                       all threads               set once, under _lock
     _is_stopping   stop()                                         engine thread             set once, under _lock
+    _drain_s       fail()                                         stop()                    set once
     _wake          (constant)                                     any thread writes to it   _lock; _is_over: it is closed
-    _stopping, _negotiation, _responses, _events                  engine thread             (only that thread)
+    _stopping, _negotiation, _events               engine thread                            (only that thread)
     process_sets   engine thread (by the executor)                all threads               entries are added and removed
                                                                                             whole
 """
@@ -42,10 +44,9 @@ import torch
 from horovod.common.exceptions import SHUT_DOWN, HorovodInternalError
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import ControlConnection
-from horovod.engine.in_flight import InFlight
-from horovod.engine.negotiation import Negotiation, OtherRankNegotiation, Rank0Negotiation
-from horovod.engine.operation import Operation, OperationRunner
-from horovod.engine.response_runner import ResponseRunner
+from horovod.engine.messages import JOIN, Response
+from horovod.engine.negotiation import Agreed, Negotiation, OtherRankNegotiation, Rank0Negotiation
+from horovod.engine.operation import InFlight, Operation, OperationRunner
 from horovod.engine.stopping import STOP_KINDS, Stopping
 from horovod.engine.submission_queue import SubmissionQueue
 from horovod.engine.timeline import Timeline
@@ -53,6 +54,8 @@ from megaclass_launch.rendezvous.connection_watch import ConnectionWatch
 
 _log = logging.getLogger("megaclass.horovod")
 _DRAIN_S = 30.0
+_STUCK_S = 1.0
+"""The same for an engine thread that was found stuck: a survivor must not wait longer for the next generation."""
 
 
 class Controller:
@@ -73,6 +76,7 @@ class Controller:
         self._rank = rank
         self._hosts = hosts
         self._timeline = timeline
+        self._runner = runner
         self.process_sets = process_sets
         self._connections = connections
         self._watch = watch
@@ -82,6 +86,7 @@ class Controller:
         self._queue = SubmissionQueue(settings.cycle_time_s)
         self._in_flight = InFlight(self._lock)
         self._is_stopping = False
+        self._drain_s = _DRAIN_S
 
         self._stopping = Stopping(rank, connections, self._close)
         self._negotiation: Negotiation
@@ -97,9 +102,6 @@ class Controller:
             )
         else:
             self._negotiation = OtherRankNegotiation(connections[0], settings.cache_capacity, runner)
-        self._responses = ResponseRunner(
-            f"rank {rank} ({hosts[rank]})", self._in_flight, runner, timeline, on_failure=self._end_after_failure
-        )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_over = False
         self._readable: list[int] = []
@@ -117,28 +119,16 @@ class Controller:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation, *, is_urgent: bool) -> None:
-        """Queues the operation. `is_urgent`: the caller waits for it next, so it is announced without delay."""
+    def submit(self, operation: Operation) -> None:
+        """Queues the operation. A thread that waits for it, or the end of together(), has it announced without delay."""
         queue = self._queue
         with self._lock:
             self._in_flight.add(operation)
             queue.operations.append(operation)
             queue.num_bytes += operation.request.terms.num_bytes
-            # An operation that is not urgent wakes the engine thread only if it is the first one: that thread then looks at
-            # the queue until it is announced.
-            if is_urgent:
-                queue.is_urgent = True
+            # The first one wakes the engine thread, which then looks at the queue until it is announced.
+            if len(queue.operations) == 1 and not queue.num_together:
                 self._wake_up()
-            elif len(queue.operations) == 1 and not queue.num_together:
-                self._wake_up()
-
-    def submit_join(self, operation: Operation) -> None:
-        """Announces, after everything in the queue, that this rank has no more data. The caller waits for it next."""
-        with self._lock:
-            self._in_flight.add_join(operation)
-            self._queue.wants_join = True
-            self._queue.hurry()
-            self._wake_up()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -183,6 +173,7 @@ class Controller:
 
     def fail(self, reason: str) -> None:
         """Fails all open and later operations, also if the engine thread is stuck in one of them."""
+        self._drain_s = _STUCK_S
         self._close(f"{reason} {SHUT_DOWN}")
 
     def stop(self) -> None:
@@ -191,7 +182,7 @@ class Controller:
             self._is_stopping = True
             self._wake_up()
         # Not without limit: an operation may wait for a rank that is gone until the transport's own timeout.
-        self._thread.join(_DRAIN_S)
+        self._thread.join(self._drain_s)
 
     # -- the engine thread ----------------------------------------------------------------------------------------
 
@@ -247,13 +238,10 @@ class Controller:
             if self._in_flight.closed:
                 return
             operations = self._queue.take_if_due(time.monotonic())
-            joins = self._queue.take_join()
         # Outside the lock: encoding and sending take long, and other threads submit meanwhile.
         if operations:
             self._timeline.mark_cycle()
-            self._responses.run(self._negotiation.announce(operations))
-        if joins:
-            self._responses.run(self._negotiation.announce_join())
+            self._run_agreed(self._negotiation.announce(operations))
 
     def _receive_from(self, peer: int) -> None:
         connection = self._connections[peer]
@@ -262,7 +250,7 @@ class Controller:
                 self._stopping.receive(peer, kind, content)
             else:
                 # At once, not after the last message: what follows may depend on what this one runs, as on a new process set.
-                self._responses.run(self._negotiation.receive(peer, kind, content, payload))
+                self._run_agreed(self._negotiation.receive(peer, kind, content, payload))
         if not connection.is_open and not self._stopping.is_over:
             # Its file would stay readable and keep this thread awake.
             self._events.unregister(connection.fileno())
@@ -276,17 +264,54 @@ class Controller:
         if now < due:
             return
         agreed, warning, reason = self._negotiation.check(now)
-        self._responses.run(agreed)
+        self._run_agreed(agreed)
         if warning:
             _log.warning(warning)
         if reason and not self._stopping.reason:
             _log.error(reason)
             self._stopping.announce(reason)
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    def _run_agreed(self, agreed: Agreed) -> None:
+        """Runs this rank's part of the agreed operations in their order, until the controller is closed."""
+        for response in agreed.responses:
+            # Asked before each one: a failure, or the end of the job, closes the controller between two of them.
+            if self._in_flight.closed:
+                return
+            if response.last_joined >= 0:
+                self._timeline.negotiated([JOIN.full_name])
+                self._in_flight.finish_join(response.last_joined)
+            # An operation of a set that this rank is not a member of does not concern it.
+            elif self._rank in self.process_sets.get(response.process_set, ()):
+                self._run_one(response, agreed.payload)
 
-    def _end_after_failure(self, error: str) -> None:
-        self._stopping.announce(self._explained(error))
+    def _run_one(self, response: Response, payload: bytes) -> None:
+        # By key, not by position: this rank may have submitted them in another order, or joined (None).
+        operations = [self._in_flight.get(request.key) for request in response.requests]
+        # A thousand names are formed only if a trace is written.
+        names = [request.full_name for request in response.requests] if self._timeline.is_active else []
+        self._timeline.negotiated(names)
+        if response.error:
+            # The ranks disagree about this operation only: all of them fail it, and the job continues.
+            self._in_flight.finish(operations, response.error)
+            return
+        try:
+            with self._timeline.phase(names, response.requests[0].kind.upper()):
+                if payload:
+                    # Rank 0 has already added the tensors up, as part of the negotiation, and nothing is exchanged.
+                    with self._timeline.phase(names, "RANK_0_ALLREDUCE"):
+                        self._runner.deliver_payload(operations, payload)
+                else:
+                    self._runner.perform(response, operations)
+        except Exception as caught:  # whatever the backend raises, the waiting threads must learn of it
+            name, host = response.requests[0].full_name, self._hosts[self._rank]
+            error = f"{name} on rank {self._rank} ({host}) failed: {caught}"
+            self._in_flight.finish(operations, error)
+            # The ranks are no longer in step: no further operation can be trusted.
+            self._stopping.announce(self._explained(f"{error}."))
+            return
+        self._in_flight.finish(operations, "")
+
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def _explained(self, what: str) -> str:
         """Adds the lost connection, if that is the cause."""

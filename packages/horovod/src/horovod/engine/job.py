@@ -34,6 +34,8 @@ class Job:
     controller: Controller
     connections: OwnConnections | None = None
     """The sockets of this generation, in an elastic job."""
+    has_left: threading.Event = field(default_factory=threading.Event)
+    """Set when this process leaves the job."""
     handles: dict[int, Operation] = field(default_factory=dict)
     """Operations whose results have not been fetched, by handle."""
     handle_numbers: Iterator[int] = _HANDLE_NUMBERS

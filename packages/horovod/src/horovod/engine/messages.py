@@ -1,12 +1,11 @@
 """The messages of the negotiation: requests from the ranks, responses from rank 0. No torch, no sockets.
 
-A rank announces requests. The coordinator answers with responses, the same ones in the same order for all ranks that they
-concern. Lists travel as JSON the first time and as an 8-byte hash of it from then on: a step that repeats costs each rank nine
-bytes to the coordinator and nine bytes back.
+A rank announces requests. The coordinator answers with responses, the same ones in the same order for all ranks; a rank skips
+those of process sets that it is not a member of. Lists travel as JSON the first time and as an 8-byte hash of it from then on:
+a step that repeats costs each rank nine bytes to the coordinator and nine bytes back.
 
-A request consists of a name and terms. Many requests share their terms, which travel once and are replaced by a number from
-then on. A list that is new, which is always so for unnamed operations, therefore costs little more than its names. If all ranks
-announce the same new list, the answer is an Agreement, which does not repeat it.
+A request consists of a name and terms. Many requests of a list share their terms, which travel once per message. A list that
+is new, which is always so for unnamed operations, therefore costs little more than its names.
 
 Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and the answer carries the sum
 (transport/reductions.py).
@@ -16,7 +15,7 @@ import functools
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import accumulate, pairwise
@@ -34,6 +33,10 @@ HASH_BYTES = 8
 def short_hash(data: bytes) -> bytes:
     # Not Python's hash(), which is different in every process.
     return blake2b(data, digest_size=HASH_BYTES).digest()
+
+
+def _to_json(content: list[Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 ITEM_BYTES = {
@@ -116,58 +119,38 @@ def _terms_from_list(values: list[Any]) -> Terms:
     )
 
 
-def _of_terms(name: str) -> Any:
-    return property(attrgetter(f"terms.{name}"))
-
-
 class Request:
     """One rank's announcement of an operation: its terms under a name."""
 
-    # A step makes thousands of requests: the fields of the terms are read through, not copied.
+    # A step makes thousands of requests: fields of the terms are read through, not copied, and the key is made once.
     __slots__ = ("key", "name", "terms")
-    kind: str = _of_terms("kind")
-    process_set: int = _of_terms("process_set")
-    dtypes: tuple[str, ...] = _of_terms("dtypes")
-    shapes: tuple[Shape, ...] = _of_terms("shapes")
-    op: int = _of_terms("op")
-    root: int = _of_terms("root")
-    prescale: float = _of_terms("prescale")
-    postscale: float = _of_terms("postscale")
-    splits: tuple[int, ...] = _of_terms("splits")
-    device: str = _of_terms("device")
-    wire: str = _of_terms("wire")
-    keeps_error: bool = _of_terms("keeps_error")
-    is_grouped: bool = _of_terms("is_grouped")
-    repeats: bool = _of_terms("repeats")
 
-    def __init__(self, kind: str, name: str, *rest: Any, **more: Any) -> None:
-        """`rest` and `more`: the other fields of Terms."""
-        self.terms = terms = terms_of(kind, *rest, **more)
+    def __init__(self, name: str, terms: Terms) -> None:
         self.name = name
+        self.terms = terms
         self.key: Key = (terms.process_set, terms.kind, name)
 
-    @classmethod
-    def under(cls, name: str, terms: Terms) -> "Request":
-        """Returns a request with terms that exist already."""
-        # Not through __init__, which would look up the terms again: a message may hold a thousand requests.
-        request = cls.__new__(cls)
-        request.terms = terms
-        request.name = name
-        request.key = (terms.process_set, terms.kind, name)
-        return request
+    @staticmethod
+    def of(kind: str, name: str, *rest: Any, **more: Any) -> "Request":
+        """`rest` and `more`: the other fields of Terms."""
+        return Request(name, terms_of(kind, *rest, **more))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terms, name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Request) and self.name == other.name and self.terms == other.terms
+        return isinstance(other, Request) and self.key == other.key and self.terms == other.terms
 
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def __repr__(self) -> str:
-        return f"Request({self.full_name!r}, {self.terms!r})"
-
     @property
     def full_name(self) -> str:
         return f"{self.kind}.{self.name}"
+
+
+JOIN = Request.of("join", "join", repeats=False)
+"""Announces that a rank has no more data. The answer, once all ranks have joined, is a Response without requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,55 +187,17 @@ class Response:
 class Answer:
     """Responses that are sent together, and what their sender needs to know about them."""
 
-    def __init__(self, responses: list[Response], agreement: "Agreement | None" = None) -> None:
+    def __init__(self, responses: list[Response]) -> None:
         self.responses = responses
-        self.agreement = agreement
-        """The same, in short, if all ranks have announced the same list of plain operations; else None."""
         # The few terms that a thousand requests share are asked, not the requests.
         terms = distinct_terms([request for response in responses for request in response.requests])
         self.repeats = all(each.repeats for each in terms)
-        self.is_global = not any(each.process_set for each in terms)
         self.payloads: list[bytes] = []
         """The tensors of every rank, where they were small enough to travel with the requests; else empty."""
-
-    def for_rank(self, rank: int, process_sets: Mapping[int, Sequence[int]]) -> "Answer":
-        """Selects the responses of the process sets that the rank is a member of."""
-        # The usual case: no copy, and one digest, computed once, serves all ranks.
-        if self.is_global:
-            return self
-        return Answer([response for response in self.responses if rank in process_sets.get(response.process_set, ())])
 
     @functools.cached_property
     def digest(self) -> bytes:
         return short_hash(b"".join([response.digest for response in self.responses]))
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """An answer to ranks that have all announced the same list of operations.
-
-    Each rank has that list already. Only the division of the list into responses is sent, which are plain: none has an error
-    or sizes.
-    """
-
-    digest: bytes
-    """Hash of the list."""
-    parts: list[list[int]]
-    """Positions in the list, for each response."""
-
-    def to_bytes(self) -> bytes:
-        # Fusion makes most lists one response that is the whole list in its order.
-        is_whole = len(self.parts) == 1 and self.parts[0] == list(range(len(self.parts[0])))
-        return self.digest + (b"" if is_whole else _to_json(self.parts))
-
-    @staticmethod
-    def responses(message: bytes, announced: Callable[[bytes], Sequence[Request]]) -> list[Response]:
-        """Returns the responses. `announced` returns the list that this rank has announced, by its hash."""
-        digest, parts = message[:HASH_BYTES], message[HASH_BYTES:]
-        requests = announced(digest)
-        if not parts:
-            return [Response(tuple(requests))]
-        return [Response(tuple([requests[i] for i in part])) for part in json.loads(parts)]
 
 
 # The first byte of a message; the hash follows. After _NEW the JSON follows as well.
@@ -260,51 +205,39 @@ _NEW, _KNOWN = b"N", b"K"
 
 
 class Sender:
-    """Turns lists of requests or of responses into messages: JSON the first time, a hash once the receiver knows the list.
-
-    Terms that the receiver knows are numbers in that JSON.
-    """
+    """Turns lists of requests or of responses into messages: JSON the first time, a hash once the receiver knows the list."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: number of lists that are remembered; 0: neither lists nor terms are."""
+        """`capacity`: number of lists that are remembered; 0: none."""
         self._capacity = capacity
         self._known: set[bytes] = set()
-        self._numbers: dict[Terms, int] = {}
 
     def pack(self, items: Sequence[Request] | Sequence[Response], digest: bytes, *, repeats: bool) -> bytes:
         """Returns the message. `digest`: hash of the items. `repeats`: they may come again, so they are worth remembering."""
         if digest in self._known:
             return _KNOWN + digest
-        # Sender and receiver forget at the same message, so both always know the same lists and numbers.
-        # The second limit is for jobs whose shapes, and therefore terms, are new in every step.
-        forgets = len(self._known) >= self._capacity or len(self._numbers) >= 16 * self._capacity
+        remembers = repeats and self._capacity > 0
+        # Sender and receiver forget at the same message, so both always know the same lists.
+        forgets = remembers and len(self._known) >= self._capacity
         if forgets:
             self._known.clear()
-            self._numbers.clear()
-        remembers = repeats and self._capacity > 0
         if remembers:
             self._known.add(digest)
         # Responses travel as the requests of all of them in a row, and where to cut that row.
         responses = [item for item in items if isinstance(item, Response)]
         requests = [item for item in items if isinstance(item, Request)]
         requests += [request for response in responses for request in response.requests]
-        new, numbers = self._number(requests)
-        names = [request.name for request in requests]
-        cuts = [[len(response.requests), response.rest] for response in responses]
-        return _NEW + digest + _to_json([forgets, remembers, new, numbers, names, cuts])
-
-    def _number(self, requests: list[Request]) -> tuple[list[Any], list[int]]:
-        """Returns the terms that the receiver does not know yet, and the number of each request's terms."""
-        new: list[Any] = []
-        numbers = []
-        known = self._numbers
-        for request in requests:
-            number = known.get(request.terms)
-            if number is None:
-                number = known[request.terms] = len(known)
-                new.append(request.terms.to_list())
-            numbers.append(number)
-        return new, numbers
+        terms = distinct_terms(requests)
+        numbers = {id(each): number for number, each in enumerate(terms)}
+        content = [
+            forgets,
+            remembers,
+            [each.to_list() for each in terms],
+            [numbers[id(request.terms)] for request in requests],
+            [request.name for request in requests],
+            [[len(response.requests), response.rest] for response in responses],
+        ]
+        return _NEW + digest + _to_json(content)
 
 
 class Receiver:
@@ -312,21 +245,17 @@ class Receiver:
 
     def __init__(self) -> None:
         self._known: dict[bytes, list[Any]] = {}
-        self._terms: list[Terms] = []
 
     def unpack(self, message: bytes) -> tuple[bytes, list[Any]]:
         """Returns the hash of the message, and its items."""
         tag, digest = message[:1], message[1 : 1 + HASH_BYTES]
         if tag == _KNOWN:
             return digest, self._known[digest]
-        forgets, remembers, new, numbers, names, cuts = json.loads(message[1 + HASH_BYTES :])
-        # Before the message is read: the sender has numbered its terms from zero again.
+        forgets, remembers, all_terms, numbers, names, cuts = json.loads(message[1 + HASH_BYTES :])
         if forgets:
             self._known.clear()
-            self._terms.clear()
-        self._terms += map(_terms_from_list, new)
-        terms = self._terms
-        items: list[Any] = [Request.under(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
+        terms = [_terms_from_list(values) for values in all_terms]
+        items: list[Any] = [Request(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
         if cuts:
             items = _cut(items, cuts)
         if remembers:
@@ -356,7 +285,3 @@ def digest_of_all(requests: Sequence[Request]) -> bytes:
     lengths = array("Q", map(len, names)).tobytes()
     terms = b"".join([request.terms.digest for request in requests])
     return short_hash(b"%d;%s%s%s" % (len(names), lengths, terms, "".join(names).encode(errors="surrogatepass")))
-
-
-def _to_json(content: list[Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()

@@ -4,37 +4,24 @@
     announce()                                         announce(): a call of its own coordinator
       REQUESTS: a hash, or the list --------------->   receive(): coordinator.announce()
                                                          all members have announced it:
-    receive()  <---- RESPONSES, or AGREEMENT: a hash     answer every rank that takes part
-    announce_join()  JOIN ------------------------->   receive(): coordinator.join()
+    receive()  <------- RESPONSES: a hash, or the list   answer all ranks
 
 Each method sends what is due and returns what this rank has to run because of it, mostly nothing. No method waits, and none
 knows how operations are run. Only the engine thread calls them, so no field here needs a lock:
 
     field                  of            written by             read by
-    _sender(s)             both sides    whatever sends a list  (the same)
+    _sender                both sides    whatever sends a list  (the same)
     _receiver(s)           both sides    receive()              receive()
-    announced_lists        other ranks   announce(), receive()  receive()
     _coordinator           rank 0        all methods            all methods
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import ControlConnection, MessageKind
-from horovod.engine.messages import (
-    Agreement,
-    Answer,
-    Receiver,
-    Request,
-    Response,
-    Sender,
-    digest_of_all,
-    distinct_terms,
-)
+from horovod.engine.messages import Answer, Receiver, Request, Response, Sender, digest_of_all, distinct_terms
 from horovod.engine.operation import Operation, OperationRunner
 from horovod.engine.rank0.coordinator import Coordinator
 from horovod.engine.timeline import Timeline
@@ -52,33 +39,7 @@ class Agreed(NamedTuple):
 NOTHING = Agreed(())
 
 
-class Negotiation(ABC):
-    """One rank's side of the negotiation."""
-
-    @abstractmethod
-    def announce(self, operations: list[Operation]) -> Agreed:
-        """Announces one cycle of operations of this rank."""
-
-    @abstractmethod
-    def announce_join(self) -> Agreed:
-        """Announces that this rank has no more data."""
-
-    @abstractmethod
-    def receive(self, peer: int, kind: int, content: bytes, payload: bytes) -> Agreed:
-        """Handles a message of another rank."""
-
-    # Only rank 0 knows which operations other ranks have not announced: it alone has something to check.
-
-    def next_check(self) -> float | None:
-        """Returns the time at which check() must be called next; None while no operation is open."""
-        return None
-
-    def check(self, now: float) -> tuple[Agreed, str, str]:
-        """Returns what to run, a warning about missing ranks, and a reason to end the job; mostly empty."""
-        return NOTHING, "", ""
-
-
-class OtherRankNegotiation(Negotiation):
+class OtherRankNegotiation:
     """The side of all ranks but rank 0: it asks rank 0, and runs what that answers."""
 
     def __init__(self, to_rank_0: ControlConnection, cache_capacity: int, runner: OperationRunner) -> None:
@@ -86,58 +47,32 @@ class OtherRankNegotiation(Negotiation):
         self._runner = runner
         self._sender = Sender(cache_capacity)
         self._receiver = Receiver()
-        self.announced_lists = AnnouncedLists()
 
     def announce(self, operations: list[Operation]) -> Agreed:
+        """Announces one cycle of operations of this rank."""
         requests = [operation.request for operation in operations]
         digest = digest_of_all(requests)
         repeats = all(terms.repeats for terms in distinct_terms(requests))
-        # Rank 0 answers lists that repeat by a hash of the answer, and only those that do not by an Agreement.
-        if not repeats:
-            self.announced_lists.keep(digest, operations)
         message = self._sender.pack(requests, digest, repeats=repeats)
         # This rank does not know what the others announce. If the lists differ, the payload is not used, which is cheap.
         self._to_rank_0.send(MessageKind.REQUESTS, message, self._runner.small_payload(operations))
         return NOTHING
 
-    def announce_join(self) -> Agreed:
-        self._to_rank_0.send(MessageKind.JOIN)
-        return NOTHING
-
     def receive(self, peer: int, kind: int, content: bytes, payload: bytes) -> Agreed:
-        match kind:
-            case MessageKind.RESPONSES:
-                return Agreed(self._receiver.unpack(content)[1], payload)
-            case MessageKind.AGREEMENT:
-                return Agreed(Agreement.responses(content, self.announced_lists.take), payload)
-        # REQUESTS and JOIN go to rank 0 only.
-        return NOTHING
+        """Handles a message of another rank."""
+        # REQUESTS go to rank 0 only.
+        return Agreed(self._receiver.unpack(content)[1], payload) if kind == MessageKind.RESPONSES else NOTHING
+
+    # Only rank 0 knows which operations other ranks have not announced, so this side has nothing to check.
+
+    def next_check(self) -> None:
+        return None
+
+    def check(self, now: float) -> tuple[Agreed, str, str]:
+        return NOTHING, "", ""
 
 
-class AnnouncedLists:
-    """The lists that this rank has announced and that an Agreement of rank 0 may refer to by their hash."""
-
-    def __init__(self) -> None:
-        self._lists: deque[tuple[bytes, list[Operation]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def keep(self, digest: bytes, operations: list[Operation]) -> None:
-        # An Agreement comes before anything of its list has run, so older lists were answered one by one.
-        while self._lists and self._lists[0][1][0].is_done:
-            self._lists.popleft()
-        self._lists.append((digest, operations))
-
-    def take(self, digest: bytes) -> list[Request]:
-        """Returns the list that rank 0 refers to; older lists were answered before it."""
-        while True:
-            announced, operations = self._lists.popleft()
-            if announced == digest:
-                return [operation.request for operation in operations]
-
-
-class Rank0Negotiation(Negotiation):
+class Rank0Negotiation:
     """The side of rank 0: it collects the announcements of all ranks, its own included, and answers them."""
 
     def __init__(
@@ -152,12 +87,12 @@ class Rank0Negotiation(Negotiation):
     ) -> None:
         """`connections`: to all other ranks. `is_closed`: whether operations are no longer possible on this rank."""
         self._connections = connections
-        self._process_sets = process_sets
         self._timeline = timeline
         self._runner = runner
         self._is_closed = is_closed
         self._coordinator = Coordinator(hosts, settings, process_sets)
-        self._senders = {peer: Sender(settings.cache_capacity) for peer in connections}
+        # All other ranks get the same messages.
+        self._sender = Sender(settings.cache_capacity)
         self._receivers = {peer: Receiver() for peer in connections}
 
     def announce(self, operations: list[Operation]) -> Agreed:
@@ -166,22 +101,18 @@ class Rank0Negotiation(Negotiation):
         payload = self._runner.small_payload(operations) if self._connections else b""
         return self._announced(0, digest_of_all(requests), requests, payload)
 
-    def announce_join(self) -> Agreed:
-        return self._answer(self._coordinator.join(0))
-
     def receive(self, peer: int, kind: int, content: bytes, payload: bytes) -> Agreed:
-        match kind:
-            case MessageKind.REQUESTS:
-                digest, requests = self._receivers[peer].unpack(content)
-                return self._announced(peer, digest, requests, payload)
-            case MessageKind.JOIN:
-                return self._answer(self._coordinator.join(peer))
-        return NOTHING
+        if kind != MessageKind.REQUESTS:
+            return NOTHING
+        digest, requests = self._receivers[peer].unpack(content)
+        return self._announced(peer, digest, requests, payload)
 
     def next_check(self) -> float | None:
+        """Returns the time at which check() must be called next; None while no operation is open."""
         return self._coordinator.next_check()
 
     def check(self, now: float) -> tuple[Agreed, str, str]:
+        """Returns what to run, a warning about missing ranks, and a reason to end the job; mostly empty."""
         answer, warning, reason = self._coordinator.check(now)
         return self._answer(answer), warning, reason
 
@@ -194,23 +125,18 @@ class Rank0Negotiation(Negotiation):
         return self._answer(self._coordinator.announce(rank, digest, requests, time.monotonic(), payload))
 
     def _answer(self, answer: Answer | None) -> Agreed:
-        """Sends every other rank the responses that concern it; returns rank 0's own part."""
+        """Sends all other ranks the responses, and returns them for rank 0 itself."""
         # Once this rank is closed it cannot take part, so the others must not start.
         if answer is None or self._is_closed():
             return NOTHING
         payload = b""
         if answer.payloads:
             payload = self._runner.add_payloads(answer.responses[0].requests[0], answer.payloads)
+        message = self._sender.pack(answer.responses, answer.digest, repeats=answer.repeats)
         # The others start before rank 0, which has just as much to do itself.
-        if answer.agreement is not None and not answer.repeats:
-            # The list will not come again, so there is nothing to remember by its hash.
-            message = answer.agreement.to_bytes()
-            for connection in self._connections.values():
-                connection.send(MessageKind.AGREEMENT, message, payload)
-            return Agreed(answer.responses, payload)
-        for peer, connection in self._connections.items():
-            theirs = answer.for_rank(peer, self._process_sets)
-            if theirs.responses:
-                message = self._senders[peer].pack(theirs.responses, theirs.digest, repeats=theirs.repeats)
-                connection.send(MessageKind.RESPONSES, message, payload)
-        return Agreed(answer.for_rank(0, self._process_sets).responses, payload)
+        for connection in self._connections.values():
+            connection.send(MessageKind.RESPONSES, message, payload)
+        return Agreed(answer.responses, payload)
+
+
+Negotiation = Rank0Negotiation | OtherRankNegotiation

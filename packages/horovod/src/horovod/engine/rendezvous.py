@@ -34,7 +34,7 @@ from megaclass_launch.rendezvous.addresses import interfaces, is_own
 from megaclass_launch.rendezvous.connection_watch import ConnectionWatch, network_timeout
 from megaclass_launch.rendezvous.job_secret import LocalSecret, job_secret, local_secret, machine_and_network
 from megaclass_launch.rendezvous.rank0_address import meeting_point, name_interfaces
-from megaclass_launch.world import World, is_horovods, world_from_environment
+from megaclass_launch.world import World, world_from_environment
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Rendezvous:
 
     def meet(self, ranks: list[int] | None, settings: Settings) -> Meeting:
         """Collective over `ranks` (all by default), which meet here; other ranks must not call it."""
-        world = _world()
+        world = world_from_environment()
         # If the starter gave all ranks a port for the store, it does not matter what the script did with torch.distributed.
         uses_default_group = dist.is_initialized() and not os.environ.get("MEGACLASS_STORE_PORT")
         if not uses_default_group:
@@ -114,7 +114,7 @@ class Rendezvous:
 
 def watch_connections() -> ConnectionWatch:
     """Watches the connections of this process to other hosts; there are none if all ranks are on one machine."""
-    world = _world()
+    world = world_from_environment()
     limit_s = network_timeout() if world.local_size < world.size else 0.0
     return ConnectionWatch(world.name(), limit_s, ends_process=not is_elastic()).start()
 
@@ -200,11 +200,11 @@ def _meet(store: Any, rank: int, size: int, world: World, settings: Settings) ->
     elif rank == 0:
         # On one machine at loopback, which no other host reaches.
         listener = AuthenticatedListener("127.0.0.1" if is_one_machine else _own_address(world), secret)
-        signed.set("endpoint", listener.endpoint.to_json())
+        signed.set("endpoint", json.dumps(listener.endpoint))
         arrived = listener.accept_ranks(range(1, size), settings.start_timeout_s)
         connections = {peer: ControlConnection(connection) for peer, connection in arrived.items()}
     else:
-        endpoint = Endpoint.from_json(signed.get("endpoint"))
+        endpoint = Endpoint(*json.loads(signed.get("endpoint")))
         connection = connect(endpoint, secret, rank=rank, to="rank 0", timeout_s=settings.start_timeout_s)
         connections = {0: ControlConnection(connection)}
     uses_nccl = _has_gpu_per_rank([str(entry["machine"]) for entry in entries], [entry["gpus"] for entry in entries])
@@ -288,24 +288,6 @@ def _shared_secret(store: Any, rank: int, size: int, network: str, settings: Set
         store.set("secret is at", offered.name)
         return offered.secret
     return local_secret(store.get("secret is at").decode(errors="replace"))
-
-
-def _world() -> World:
-    """Reads the starter's variables, or Horovod's if only those are set."""
-    if "HOROVOD_RANK" not in os.environ or "RANK" in os.environ or is_horovods():
-        return world_from_environment()
-    env = dict(os.environ)
-    for ours, theirs in (
-        ("RANK", "RANK"),
-        ("WORLD_SIZE", "SIZE"),
-        ("LOCAL_RANK", "LOCAL_RANK"),
-        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-        ("GROUP_RANK", "CROSS_RANK"),
-        ("GROUP_WORLD_SIZE", "CROSS_SIZE"),
-    ):
-        if f"HOROVOD_{theirs}" in env:
-            env[ours] = env[f"HOROVOD_{theirs}"]
-    return world_from_environment(env)
 
 
 def _own_address(world: World) -> str:

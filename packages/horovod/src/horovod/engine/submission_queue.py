@@ -38,8 +38,6 @@ class SubmissionQueue:
         """True if a thread waits, so the queue is announced without delay."""
         self.num_together = 0
         """Number of open Controller.together() blocks: their end wakes the engine thread."""
-        self.wants_join = False
-        """True while this rank has a join that was not announced yet."""
         # What the engine thread saw at its looks: the length of the queue, since when it has that length, and the first look.
         self._num_seen = 0
         self._seen_at = 0.0
@@ -69,13 +67,6 @@ class SubmissionQueue:
         operations = self.operations
         self.clear()
         return operations
-
-    def take_join(self) -> bool:
-        """Returns whether the join is to be announced now: after everything that was submitted before it."""
-        if not self.wants_join or self.operations:
-            return False
-        self.wants_join = False
-        return True
 
     def clear(self) -> None:
         """Empties the queue."""

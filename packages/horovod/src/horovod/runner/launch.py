@@ -19,21 +19,13 @@ def _run(args: Any) -> list[Any] | None:
         raise ValueError("MPI support has not been built: megaclass has none. Leave use_mpi and use_jsrun out.")
     num_proc = args.np or args.num_proc
     if args.run_func is not None:
-        return run(
-            args.run_func,
-            num_proc=num_proc,
-            min_num_proc=args.min_num_proc,
-            hosts=args.hosts,
-            hostfile=args.hostfile,
-            host_discovery_script=args.host_discovery_script,
-            start_timeout=args.start_timeout,
-            ssh_port=args.ssh_port,
-            ssh_identity_file=args.ssh_identity_file,
-            output_filename=args.output_filename,
-            verbose=args.verbose,
-            network_interfaces=args.nics,
-            executable=args.executable,
+        same = (
+            *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
+            *("host_discovery_script", "start_timeout", "ssh_port", "ssh_identity_file", "output_filename"),
+            *("verbose", "executable"),
         )
+        given = {name: getattr(args, name) for name in same}
+        return run(args.run_func, num_proc=num_proc, network_interfaces=args.nics, **given)
     tuned = {tunable.name: getattr(args, tunable.name) for tunable in TUNABLES}
     if wrong := what_is_wrong(tuned):
         raise ValueError(wrong)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import cloudpickle
+
 from horovod.common.exceptions import SHUT_DOWN
-from horovod.common.pickling import CannotPickleError, has_cloudpickle, pickled
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host, given_hosts
 from megaclass_launch.placement import HOROVOD_MARK, place_ranks
@@ -58,8 +59,9 @@ def run(
 ) -> list[Any]:
     """Calls `func(*args, **kwargs)` in `num_proc` processes on `hosts` or this machine; returns the results by rank.
 
-    If a rank fails, the others are ended, and RuntimeError has its traceback. Arguments for elastic jobs and for MPI are
-    refused or have no effect; see docs/horovod.md.
+    If a rank fails, the others are ended, and RuntimeError has its traceback. With `min_num_proc` or `host_discovery_script`
+    the job is elastic: `func` uses hvd.elastic.run, and the results are those of the ranks that the job ends with. Arguments
+    for MPI are refused or have no effect; see docs/horovod.md.
     """
     if network_interface:
         _deprecated("network_interface", "network_interfaces")
@@ -69,34 +71,46 @@ def run(
         num_proc = np
     if min_np is not None:
         _deprecated("min_np", "min_num_proc")
+        min_num_proc = min_np
     if max_np is not None:
         _deprecated("max_np", "max_num_proc")
+        max_num_proc = max_np
     if hosts is not None and hostfile is not None:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
     if use_gloo and use_mpi:
         raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
     if use_mpi:
         raise ValueError("MPI support has not been built: megaclass has none. Leave use_mpi out.")
-    if host_discovery_script is not None or min_num_proc is not None or min_np is not None:
-        raise LaunchError("run() starts a fixed number of processes: leave min_num_proc and host_discovery_script out.")
-    machines = _machines(num_proc, hosts, hostfile)
-    wanted = list(network_interfaces or ())
-    options = [
-        *("--num-proc", str(num_proc), "-H", ",".join(f"{host.name}:{host.slots}" for host in machines)),
-        *(("--start-timeout", str(start_timeout)) if start_timeout else ()),
-        *(("--ssh-port", str(ssh_port)) if ssh_port else ()),
-        *(("--ssh-identity-file", str(ssh_identity_file)) if ssh_identity_file else ()),
-        *(("--output-filename", str(output_filename)) if output_filename else ()),
-        *(("--network-interfaces", ",".join(wanted)) if wanted else ()),
-        *(("--verbose",) if verbose else ()),
-    ]
+    given: dict[str, Any] = {
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--network-interfaces": ",".join(network_interfaces or ()),
+    }
+    is_elastic = host_discovery_script is not None or min_num_proc is not None
+    if is_elastic:
+        given |= {"--min-np": min_num_proc or num_proc, "--max-np": max_num_proc}
+        given |= {"--num-proc": num_proc if num_proc > 1 else None, "--hosts": hosts, "--hostfile": hostfile}
+        given |= {"--host-discovery-script": host_discovery_script, "--slots-per-host": slots}
+        given |= {"--reset-limit": None if reset_limit is None else str(reset_limit)}
+        given |= {"--blacklist-cooldown-range": cooldown_range}
+    else:
+        machines = _machines(num_proc, hosts, hostfile)
+        given |= {"--num-proc": num_proc, "--hosts": ",".join(f"{host.name}:{host.slots}" for host in machines)}
+    options = ["--verbose"] if verbose else []
+    for flag, value in given.items():
+        if value:
+            options += [flag, *map(str, value if isinstance(value, (list, tuple)) else [value])]
     call = pickled_call(func, tuple(args), kwargs or {})
     if len(call) > MAX_CALL_BYTES:
         raise ValueError(
             f"run(): the pickled function and its arguments have {len(call):,} bytes; at most {MAX_CALL_BYTES:,} can be sent. "
             f"Let the function read large data from files."
         )
-    return _FunctionCall(call, num_proc, executable or sys.executable).results(options, start_timeout)
+    # The number of ranks that an elastic job ends with is not known before.
+    size_known = None if is_elastic else num_proc
+    return _FunctionCall(call, size_known, executable or sys.executable).results(options, start_timeout)
 
 
 def _deprecated(old: str, new: str) -> None:
@@ -117,32 +131,20 @@ def _machines(num_proc: int, hosts: str | None, hostfile: str | None) -> list[Ho
 
 
 def pickled_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Returns the call, and what the ranks need to unpickle it, as bytes.
-
-    Without cloudpickle functions are pickled by name, and the ranks import the main script, as multiprocessing's do.
-    """
+    """Returns the call, and what the ranks need to unpickle it, as bytes; functions of the main script travel by value."""
     prepared = multiprocessing.spawn.get_preparation_data("horovod.run")
     place = {"sys_path": prepared["sys_path"], "sys_argv": prepared["sys_argv"]}
-    name = repr(getattr(func, "__name__", func))
-    if not has_cloudpickle():
-        main = {key: value for key, value in prepared.items() if key.startswith("init_main")}
-        if getattr(func, "__module__", "") == "__main__" and not _is_importable(main):
-            raise CannotPickleError(name, "the ranks cannot import what was typed in")
-        place |= main
-    return pickle.dumps((place, pickled((func, args, kwargs), name)))
-
-
-def _is_importable(main: dict[str, str]) -> bool:
-    return "init_main_from_name" in main or Path(main.get("init_main_from_path", "")).is_file()
+    return pickle.dumps((place, cloudpickle.dumps((func, args, kwargs))))
 
 
 class _FunctionCall:
     """One call on all ranks: starts `megaclass run` with two pipes, sends the function and receives the results.
 
-    `_results` holds what each rank has sent so far, in the order in which the ranks began to answer.
+    `_results` holds what each process has sent so far, in the order in which they began to answer. In an elastic job the rank
+    of a process changes, so each sends the rank that it has at its end.
     """
 
-    def __init__(self, call: bytes, size: int, executable: str) -> None:
+    def __init__(self, call: bytes, size: int | None, executable: str) -> None:
         self._call = call
         self._size = size
         self._executable = executable
@@ -152,7 +154,8 @@ class _FunctionCall:
         env = {**os.environ, **({"HOROVOD_START_TIMEOUT": str(start_timeout)} if start_timeout else {})}
         call_reader, call_writer = os.pipe()
         results_reader, results_writer = os.pipe()
-        task = [self._executable, "-m", "horovod.runner.run_function_worker"]
+        # -P: files of the current folder are not imported in place of a rank's modules. The caller's sys.path follows them.
+        task = [self._executable, "-P", "-m", "horovod.runner.run_function_worker"]
         # The mark gives functions Horovod's environment variables, as its own run() does.
         own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
         command = [sys.executable, "-P", "-m", "megaclass_launch", "run", *own, *options, *task]
@@ -189,16 +192,20 @@ class _FunctionCall:
 
     def _checked(self, code: int) -> list[Any]:
         """Returns the results by rank; raises RuntimeError if a rank failed or sent none."""
-        answers: dict[int, tuple[bool, Any]] = {}
-        for rank, data in self._results.items():
-            # A rank that was ended while it sent leaves a part.
-            if len(data) >= SIZE.size and len(data) - SIZE.size == SIZE.unpack_from(data)[0]:
-                answers[rank] = pickle.loads(memoryview(data)[SIZE.size :])
+        # A rank that was ended while it sent leaves a part.
+        whole = [
+            data
+            for data in self._results.values()
+            if len(data) >= SIZE.size and len(data) - SIZE.size == SIZE.unpack_from(data)[0]
+        ]
+        answers: list[tuple[bool, Any, int]] = [pickle.loads(memoryview(data)[SIZE.size :]) for data in whole]
         # In the order of the answers: the first failure is the likely cause of the others.
-        failures = [(rank, value) for rank, (succeeded, value) in answers.items() if not succeeded]
-        if failures or code or len(answers) < self._size:
+        failures = [(rank, value) for succeeded, value, rank in answers if not succeeded]
+        # An elastic job continues without the processes that fail, as long as enough are left.
+        results = {rank: value for succeeded, value, rank in answers if succeeded}
+        if code or (self._size is not None and len(results) < self._size):
             raise RuntimeError(_failed(failures, code))
-        return [answers[rank][1] for rank in range(self._size)]
+        return [results[rank] for rank in sorted(results)]
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

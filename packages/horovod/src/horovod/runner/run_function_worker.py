@@ -1,12 +1,14 @@
 """The program of each rank of run(): receives the function, calls it and sends back its result."""
 
 import multiprocessing.spawn
+import os
 import pickle
 import sys
 import traceback
 from typing import Any
 
-from horovod.common.pickling import pickled
+import cloudpickle
+
 from megaclass_launch.wire.call import RankCall
 
 
@@ -19,17 +21,22 @@ def main() -> int:
     succeeded = False
     try:
         func, args, kwargs = pickle.loads(call)
-        answer = pickled((True, func(*args, **kwargs)), "the result")
+        answer = cloudpickle.dumps((True, func(*args, **kwargs), _rank()))
         succeeded = True
     except BaseException:
         traceback.print_exc()
-        answer = pickle.dumps((False, traceback.format_exc()))
+        answer = pickle.dumps((False, traceback.format_exc(), _rank()))
     rank_call.send(answer)
     return 0 if succeeded else 1
 
 
+def _rank() -> int:
+    """Returns the rank of this process, which may have changed since its start if the job is elastic."""
+    return int(os.environ.get("HOROVOD_RANK", 0))
+
+
 def _take_over(place: dict[str, Any]) -> None:
-    """Takes over the caller's sys.path and arguments, and imports its main script if functions were pickled by name."""
+    """Takes over the caller's sys.path and arguments."""
     place["sys_path"] = [*sys.path, *[folder for folder in place["sys_path"] if folder not in sys.path]]
     multiprocessing.spawn.prepare(place)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.collectives.compression import Compressor as Compressor
+from horovod.collectives.compression import NoneCompressor as NoneCompressor
+from horovod.collectives.compression import wire_that_saves
 from horovod.engine.kinds import Average, Sum
-from horovod.torch.compression import Compressor as Compressor
-from horovod.torch.compression import NoneCompressor as NoneCompressor
-from horovod.torch.compression import wire_that_saves
 
 __all__ = ["Compression"]
 

@@ -9,16 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.common.elastic import ObjectState as ObjectState
-from horovod.common.elastic import reset
-from horovod.common.elastic import run_fn as run_fn
-from horovod.common.exceptions import HorovodInternalError as HorovodInternalError
-from horovod.common.lifecycle import init as init
-from horovod.common.lifecycle import rank as rank
-from horovod.common.lifecycle import shutdown as shutdown
-from horovod.tensorflow.functions import broadcast_object as broadcast_object
-from horovod.tensorflow.functions import broadcast_object_fn as broadcast_object_fn
-from horovod.tensorflow.functions import broadcast_variables as broadcast_variables
+from horovod.common.elastic import ObjectState, reset, run_fn
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.lifecycle import init, rank, shutdown
+from horovod.tensorflow.functions import broadcast_object, broadcast_object_fn, broadcast_variables
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 

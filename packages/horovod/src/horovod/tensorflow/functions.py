@@ -6,14 +6,21 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from horovod.collectives.allgather import allgather as allgather_of_torch
+from horovod.collectives.exchanges import allgather as allgather_of_torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.bridge import not_rewritten
-from horovod.tensorflow.gathers import broadcast_
+from horovod.tensorflow.collectives import broadcast_
 from horovod.torch import functions
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+]
 
 
 @not_rewritten
@@ -42,6 +49,34 @@ def _check_counts(count: int, process_set: ProcessSet) -> None:
             f"broadcast_variables: the ranks pass different numbers of variables: {counts}, ordered by rank. Build the model "
             f"and the optimizer on all ranks first, for example by optimizer.build(model.trainable_variables)."
         )
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Returns the operation that overwrites all global variables of the default graph with the root's."""
+    if tf.executing_eagerly() or tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution, which has no list of global variables. "
+            "Please use `hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Broadcasts all global variables when a MonitoredTrainingSession has initialized them."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        if self.bcast_op is None or self.bcast_op.graph != tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        session.run(self.bcast_op)
 
 
 def broadcast_object(

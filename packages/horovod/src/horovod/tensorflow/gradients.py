@@ -1,20 +1,22 @@
-"""Reduction of the gradients of one step, as the tape and the optimizers need it."""
+"""Reduction of the gradients of one step: DistributedGradientTape, and DistributedOptimizer for TensorFlow 1 and Keras 3."""
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from horovod.collectives.handles import ReductionOptions, groups_of_options
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.engine.kinds import Average
-from horovod.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, run
-from horovod.tensorflow.compression import Compression, wire_of
-from horovod.tensorflow.reductions import allreduce, allreduce_call
+from horovod.engine.kinds import Adasum, Average
+from horovod.tensorflow.bridge import at_run_time, not_rewritten
+from horovod.tensorflow.collectives import reduce_units, sparse_allreduce
+from horovod.tensorflow.compression import Compression
 from megaclass_launch.even_parts import even_part
+
+__all__ = ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
 
 _DEFAULTS: dict[str, Any] = {
     "name": None,
@@ -74,26 +76,12 @@ def reducer_of(
     **_: Any,
 ) -> "GradientReducer":
     """Returns the reducer for the options of a tape or an optimizer; options that do not concern it are left out."""
-    groups = _checked_groups(op, gradient_predivide_factor, num_groups, groups)
+    groups = groups_of_options(op, gradient_predivide_factor, num_groups, groups, stacklevel=4)
+    if groups is not None and not (isinstance(groups, list) or groups > 0):
+        raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
     return GradientReducer(
         name, compression, sparse_as_dense, op, gradient_predivide_factor, groups, process_set, scale_local_gradients
     )
-
-
-def _checked_groups(op: int, gradient_predivide_factor: float, num_groups: int, groups: Any) -> Any:
-    """Returns `groups` after the checks that Horovod makes for the tape and all optimizers."""
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
-            DeprecationWarning,
-            stacklevel=5,
-        )
-        groups = num_groups if groups is None else groups
-    if groups is not None and not (isinstance(groups, list) or groups > 0):
-        raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
-    return groups
 
 
 def variable_key(variable: Any) -> int:
@@ -132,21 +120,21 @@ class GradientReducer:
         shared = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
         name = self._unique_name()
         sparse = [i for i in shared if isinstance(results[i], tf.IndexedSlices)]
-        dense = [i for i in shared if i not in sparse]
-        for place, reduced in self._dense(
-            name, {i: tf.convert_to_tensor(results[i]) for i in dense}, variables
-        ).items():
-            results[place] = reduced
-        factors = self._factors()
-        for i in sparse:
-            results[i] = allreduce(
-                results[i],
-                op=self.op,
-                prescale_factor=factors[0],
-                postscale_factor=factors[1],
-                name=f"{name}.{i}",
-                process_set=self.process_set,
+        units = self._units([i for i in shared if i not in sparse], variables)
+        options = ReductionOptions(self.op, *self._factors(), self.process_set)
+        if units:
+            # All of a step as one node of the graph: nodes that run Python cost more than what several batches could hide.
+            reduced = reduce_units(
+                [[results[i] for i in unit] for unit in units],
+                lambda _: [f"{name}.{unit[0]}" for unit in units],
+                self.compression,
+                options,
+                is_grouped=self.groups is not None,
             )
+            for place, result in zip([i for unit in units for i in unit], reduced, strict=True):
+                results[place] = result
+        for i in sparse:
+            results[i] = sparse_allreduce(results[i], options, f"{name}.{i}")
         return [self._scaled(g) if is_local[i] and g is not None else g for i, g in enumerate(results)]
 
     def _unique_name(self) -> str:
@@ -168,17 +156,6 @@ class GradientReducer:
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size
 
-    # -- dense gradients --------------------------------------------------------------------------------------------
-
-    def _dense(self, name: str, gradients: dict[int, Any], variables: Sequence[Any]) -> dict[int, Any]:
-        """Reduces the gradients, given by their place in the list."""
-        if not gradients:
-            return {}
-        units = self._units(list(gradients), variables)
-        places = [place for unit in units for place in unit]
-        # All of a step as one node of the graph: nodes that run Python cost more than what several batches could hide.
-        return dict(zip(places, self._reduced(name, units, [gradients[place] for place in places]), strict=True))
-
     def _units(self, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
         """Returns the places of gradients that are reduced under one name: groups, or one gradient each."""
         if self.groups is None:
@@ -193,49 +170,132 @@ class GradientReducer:
             units += [unit] if unit else []
         return units + [[place] for place in place_of.values()]
 
-    def _reduced(self, name: str, units: list[list[int]], gradients: list[Any]) -> list[Any]:
-        wires = {wire_of(self.compression, gradient.dtype, self.op) for gradient in gradients}
-        # Gradients of different dtypes may need different wire formats; compress() is then called for each of them.
-        wire = wires.pop() if len(wires) == 1 else ""
-        pairs = [(gradient, None) if wire else self.compression.compress(gradient) for gradient in gradients]
 
-        def forward(*packed: Any) -> list[Any]:
-            results = run(self._calls(name, units, list(packed), wire))
-            return [result for call in results for result in call]
+# ---- the tape ----
 
-        def backward(_: list[Any], outer: list[Any]) -> list[Any]:
-            factors = self._factors()
-            return [
-                allreduce(
-                    gradient,
-                    compression=self.compression if wire else Compression.none,
-                    op=self.op,
-                    prescale_factor=factors[0],
-                    postscale_factor=factors[1],
-                    process_set=self.process_set,
-                )
-                for gradient in outer
-            ]
 
-        reduced = differentiable(forward, backward, [packed for packed, _ in pairs])
-        if wire:
-            return reduced
-        return [self.compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
+class _DistributedTape:
+    """The part that is mixed into a subclass of the wrapped tape's class."""
 
-    def _calls(self, name: str, units: list[list[int]], packed: list[Any], wire: str) -> list[Call]:
-        calls = []
-        for unit in units:
-            tensors, packed = packed[: len(unit)], packed[len(unit) :]
-            calls.append(
-                allreduce_call(
-                    tensors,
-                    f"{name}.{unit[0]}",
-                    self.op,
-                    *self._factors(),
-                    self.process_set,
-                    wire=wire,
-                    keeps_error=True,
-                    is_grouped=self.groups is not None,
-                )
-            )
-        return calls
+    _reducer: GradientReducer
+
+    def register_local_source(self, source: Any) -> None:
+        """Leaves the gradient of this variable as this rank computed it."""
+        self._reducer.keep_local(source)
+
+    @not_rewritten
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        """Computes the gradients on this rank and combines them over ranks.
+
+        `use_generic_names` is accepted for compatibility: gradients are always matched by their place in `sources`.
+        """
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
+        reduced = self._reducer(_flat(gradients), _flat(sources))
+        if isinstance(sources, (list, tuple)) and not any(isinstance(s, (list, tuple, dict)) for s in sources):
+            return reduced if isinstance(gradients, list) else type(gradients)(reduced)
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+
+def _flat(structure: Any) -> list[Any]:
+    # None and tf.IndexedSlices are leaves.
+    return list(tf.nest.flatten(structure))
+
+
+_OPTIONS = (
+    "device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor num_groups groups process_set"
+)
+
+
+@with_options("gradtape", f"{_OPTIONS} scale_local_gradients")
+def DistributedGradientTape(gradtape: Any, **options: Any) -> Any:
+    """Returns a tape with the recordings of `gradtape`, whose gradient() combines gradients over ranks.
+
+    groups: number of groups of gradients that are reduced together, or a list of lists of variables.
+    """
+    reducer = reducer_of("DistributedGradientTape", **options)
+    base = type(gradtape)
+    distributed: Any = type(base.__name__, (_DistributedTape, base), {})
+    tape = distributed.__new__(distributed)
+    tape.__dict__.update(gradtape.__dict__)
+    tape._reducer = reducer
+    return tape
+
+
+@with_options("gradtape", f"{_OPTIONS} local_layers scale_local_gradients")
+def PartialDistributedGradientTape(gradtape: Any, *, local_layers: Any, **options: Any) -> Any:
+    """Returns a DistributedGradientTape that leaves out the gradients of `local_layers`, a Keras layer or several."""
+    tape = DistributedGradientTape(gradtape, **options)
+    for variable in variables_of_layers(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def variables_of_layers(layers: Any) -> Sequence[Any]:
+    """Returns the trainable variables of a Keras layer or of several."""
+    layers = [] if layers is None else [layers] if isinstance(layers, tf.keras.layers.Layer) else list(layers)
+    if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
+        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    return [variable for layer in layers for variable in layer.trainable_weights]
+
+
+# ---- the optimizers ----
+
+
+@with_options(
+    "optimizer",
+    "name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op "
+    "gradient_predivide_factor average_aggregated_gradients num_groups groups process_set scale_local_gradients",
+)
+def DistributedOptimizer(optimizer: Any, *, name: str | None, use_locking: bool, **options: Any) -> Any:
+    """Returns an optimizer like `optimizer` that combines gradients over ranks before it applies them.
+
+    optimizer: of Keras 3 (see hvd.keras.DistributedOptimizer) or a tf.compat.v1.train.Optimizer. With op=Adasum, a Keras
+    optimizer makes its step on this rank, and the changes of the weights are combined.
+    """
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        # Keras is loaded when it is needed only.
+        from horovod.tensorflow.keras import optimizer as keras_optimizer
+
+        return keras_optimizer.DistributedOptimizer(optimizer, name, **options)
+    if options["op"] == Adasum:
+        raise NotImplementedError("op=Adasum needs a Keras optimizer; tf.compat.v1.train optimizers are not supported.")
+    if options["backward_passes_per_step"] > 1:
+        raise ValueError("backward_passes_per_step > 1 needs a Keras optimizer, not a tf.compat.v1.train optimizer.")
+    name = name or f"Distributed{type(optimizer).__name__}"
+    return _DistributedOptimizer(optimizer, name, use_locking, reducer_of(name, **options))
+
+
+class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
+    """Wraps an optimizer of TensorFlow 1: compute_gradients() returns gradients that are combined over ranks."""
+
+    def __init__(self, optimizer: Any, name: str, use_locking: bool, reducer: GradientReducer) -> None:
+        super().__init__(name=name, use_locking=use_locking)
+        self._optimizer = optimizer
+        self._reducer = reducer
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves the gradient of this variable as this rank computed it."""
+        self._reducer.keep_local(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        gradients, variables = zip(*self._optimizer.compute_gradients(*args, **kwargs), strict=True)
+        return list(zip(self._reducer(gradients, variables), variables, strict=True))
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.apply_gradients(*args, **kwargs)
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.variables(*args, **kwargs)

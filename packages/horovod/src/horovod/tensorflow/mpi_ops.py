@@ -2,7 +2,6 @@
 
 import typing as _typing
 
-import numpy as _np
 import tensorflow as _tf
 
 from horovod.collectives import handles as _handles
@@ -13,20 +12,17 @@ from horovod.common.lifecycle import *
 from horovod.common.process_sets import *
 from horovod.engine.job import current as _current
 from horovod.engine.kinds import *
+from horovod.tensorflow.bridge import at_run_time as _at_run_time
 from horovod.tensorflow.bridge import not_rewritten as _not_rewritten
-from horovod.tensorflow.gathers import *
+from horovod.tensorflow.collectives import *
 
 is_homogeneous = _basics.is_homogeneous
 
 
 @_not_rewritten
-def _question(ask: _typing.Callable[[], int], name: str | None, dtype: _typing.Any = _tf.int32) -> _typing.Any:
+def _question(ask: _typing.Callable[[], int], name: str | None) -> _typing.Any:
     """Returns the answer as a tensor; in a graph it is asked for in every run, as the answer may change between jobs."""
-    if _tf.executing_eagerly():
-        return _tf.constant(ask(), dtype, name=name)
-    answer = _tf.numpy_function(lambda: _np.array(ask(), dtype.as_numpy_dtype), [], dtype, name=name)
-    answer.set_shape([])
-    return answer
+    return _tf.cast(_at_run_time(ask), _tf.int32, name=name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> _typing.Any:
@@ -70,10 +66,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> _typing.Any:
     return None if _tf.compat.v1.executing_eagerly_outside_functions() else answer.op
 
 
-def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Returns whether the number is a power of two. Adasum works with any number of ranks here."""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0
-
+# Adasum works with any number of ranks here.
+from horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 
 if not _typing.TYPE_CHECKING:
     # Type checkers take every name of this module that has no underscore.

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from horovod.engine.kinds import Sum
-from horovod.tensorflow.reductions import allreduce
+from horovod.tensorflow.collectives import allreduce
 
 __all__ = ["SyncBatchNormalization"]
 

@@ -6,17 +6,17 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from horovod.collectives.allgather import allgather
-from horovod.collectives.broadcast import broadcast_, broadcast_async_
+from horovod.collectives.exchanges import allgather, broadcast_, broadcast_async_
 from horovod.collectives.handles import synchronize
 from horovod.common.basics import _basics
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.lifecycle import rank
-from horovod.common.pickling import pickled
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.job import current
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.rendezvous.job_secret import JOB_SECRET
 
@@ -131,13 +131,9 @@ def broadcast_object(
     name = name if name is not None else _object_name(process_set)
     envelope = _Envelope(name, process_set)
     # The length is broadcast first: the other ranks need it to receive the object.
-    if is_root:
-        data = envelope.sealed(obj, root_rank)
-        length = torch.tensor([data.numel()], dtype=torch.int64)
-        broadcast_(length, root_rank, f"{name}.sz", process_set)
-    else:
-        length = torch.zeros(1, dtype=torch.int64)
-        broadcast_(length, root_rank, f"{name}.sz", process_set)
+    data = envelope.sealed(obj, root_rank) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.t", process_set)
     return obj if is_root else envelope.opened(data, root_rank)
@@ -155,7 +151,7 @@ def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> list[
     data = envelope.sealed(obj, rank())
     lengths = allgather(torch.tensor([data.numel()]), name=f"{name}.sz", process_set=process_set).tolist()
     gathered = allgather(data, name=f"{name}.t", process_set=process_set)
-    senders = _basics.job().members(process_set.process_set_id)
+    senders = current.running().members(process_set.process_set_id)
     return [envelope.opened(part, sender) for sender, part in zip(senders, gathered.split(lengths), strict=True)]
 
 
@@ -168,7 +164,7 @@ class _Envelope:
     """
 
     def __init__(self, name: str, process_set: ProcessSet) -> None:
-        job = _basics.job()
+        job = current.running()
         self._secret = job.meeting.secret
         self._is_trusted = bool(self._secret) or job.meeting.size == 1
         # Counted on every rank alike: ranks exchange the objects of one name in the same order.
@@ -176,7 +172,7 @@ class _Envelope:
         self._identity = f"{process_set.process_set_id} {number} {name}"
 
     def sealed(self, obj: Any, sender: int) -> Tensor:
-        content = pickled(obj, type(obj).__name__) if self._is_trusted else _plain_dumps(obj)
+        content = cloudpickle.dumps(obj) if self._is_trusted else _plain_dumps(obj)
         return torch.frombuffer(bytearray(self._mac(content, sender) + content), dtype=torch.uint8)
 
     def opened(self, data: Tensor, sender: int) -> Any:
@@ -195,7 +191,7 @@ class _Envelope:
 
 def _object_name(process_set: ProcessSet) -> str:
     """Returns a name with a running number. Horovod uses the object's type, and hangs if it differs between ranks."""
-    return f"object.{_basics.job().next_object(process_set.process_set_id, '')}"
+    return f"object.{current.running().next_object(process_set.process_set_id, '')}"
 
 
 def _plain_dumps(obj: Any) -> bytes:

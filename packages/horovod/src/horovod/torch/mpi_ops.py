@@ -9,10 +9,8 @@ This module has the names in `__all__` of the modules it imports, and two that H
 
 import typing as _typing
 
-from horovod.collectives.allgather import *
 from horovod.collectives.allreduce import *
-from horovod.collectives.alltoall import *
-from horovod.collectives.broadcast import *
+from horovod.collectives.exchanges import *
 from horovod.collectives.handles import *
 from horovod.collectives.handles import handle_average_backwards_compatibility
 from horovod.collectives.reducescatter import *

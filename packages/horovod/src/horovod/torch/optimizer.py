@@ -1,24 +1,454 @@
 """DistributedOptimizer: combines gradients over ranks while backward is still running; step() applies them.
 
 The wrapped optimizer keeps its class name, state and hooks. Both share their param_groups, so a scheduler may be
-created for either. optimizers/ has the two kinds.
+created for either. There are two kinds, with a common part: names of the reductions, hooks and the count of backward passes.
+
+    _DistributedOptimizer          combines gradients, by Average or Sum, before the wrapped optimizer steps
+    _DistributedAdasumOptimizer    lets every rank step and combines the changes of the weights by Adasum
+
+How a gradient gets through a step of the first kind:
+
+    backward computes it -> hook: _gradient_is_ready() -> after backward_passes_per_step passes: _submit()
+    -> alone (first step), in a batch, or when its group is complete -> _reduce() or _reduce_group(): a handle
+    step() or synchronize(): submits parameters that have none yet -> waits for all handles -> _store() writes the results
 """
 
 import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from horovod.collectives.allreduce import _enqueue_allreduce, allreduce_async_, grouped_allreduce_async_
+from horovod.collectives.compression import Compression, wire_of
+from horovod.collectives.exchanges import sparse_allreduce_async
+from horovod.collectives.handles import ReductionOptions, groups_of_options, synchronize
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.engine.kinds import Adasum, Average
-from horovod.torch.compression import Compression
-from horovod.torch.optimizers.adasum import _DistributedAdasumOptimizer
-from horovod.torch.optimizers.base import DistributedBase
-from horovod.torch.optimizers.gradients import _DistributedOptimizer
+from horovod.engine.job import current
+from horovod.engine.kinds import Adasum, Average, Sum
+from horovod.torch.functions import broadcast_object
+from horovod.torch.gradient_batches import GradientBatches
+from megaclass_launch.even_parts import even_part
 
 __all__ = ["DistributedOptimizer"]
+
+_TOO_MANY_PASSES = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+_ZERO_GRAD_TOO_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+
+
+@dataclass(slots=True)
+class Reduction:
+    """The allreduce of a gradient or of a group of them."""
+
+    handle: Any = None
+    """For synchronize(), or the function that sparse_allreduce_async() returned; None while it is not submitted yet."""
+    contexts: Any = None
+    """For decompress(): one context, or one for each member of a group."""
+
+
+class DistributedBase:
+    """The common part of both distributed optimizers, mixed into a subclass of the wrapped optimizer's class.
+
+    State per parameter: `_parameter_names` holds the name of its allreduce, `_allreduce_delay` the number of backward
+    passes until that is submitted, `_hooks` its hook. `_handles` maps parameters, and groups of them as tuples, to open
+    reductions; scripts clear it. `_requires_update` holds the parameters that step() reduces even without a gradient;
+    scripts empty it. Hooks run in backward's threads, one per device, all else in the user's thread.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def _prepare(self, named_parameters: Any, compression: Any, backward_passes_per_step: int) -> None:
+        self._compression = compression
+        names = checked_names(self.param_groups, named_parameters)
+        self._parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in names}
+        self.backward_passes_per_step = backward_passes_per_step
+        self._allreduce_delay = dict.fromkeys(self._parameter_names, backward_passes_per_step)
+        self._handles: dict[Any, Reduction] = {}
+        self._hooks: dict[Tensor, Any] = {}
+        self._requires_update: set[Tensor] = set()
+        self._synchronized = False
+        self._should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self.backward_passes_per_step = passes
+        for parameter in self._allreduce_delay:
+            self._allreduce_delay[parameter] = passes
+
+    def _register_hooks(self) -> None:
+        """Registers a hook on every trained parameter. Called again before each step, for parameters added or thawed since."""
+        for i, group in enumerate(self.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in self._hooks:
+                    self._parameter_names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
+                    self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
+                    self._requires_update.add(parameter)
+                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook())
+                    self._add_parameter(parameter)
+
+    def _hook(self) -> Callable[[Tensor], None]:
+        # A weak reference: the hook must not keep an optimizer alive that the script has replaced, and which would go on
+        # reducing gradients.
+        this = weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._gradient_is_ready(parameter)
+
+        return hook
+
+    def _add_parameter(self, parameter: Tensor) -> None:
+        raise NotImplementedError
+
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        reduction = self._handles.get(parameter)
+        is_sent = reduction is not None and reduction.handle is not None
+        # Its gradient is being reduced in place: adding to it now would corrupt the result.
+        if (is_sent or self._is_in_sent_group(parameter)) and self._allreduce_delay[parameter] <= 0:
+            raise AssertionError(_TOO_MANY_PASSES)
+        assert parameter.grad is not None and not parameter.grad.requires_grad
+        assert self._allreduce_delay[parameter] > 0, _TOO_MANY_PASSES
+        self._allreduce_delay[parameter] -= 1
+        if self._allreduce_delay[parameter] == 0:
+            self._submit(parameter)
+        else:
+            self._handles[parameter] = Reduction()
+
+    def _is_in_sent_group(self, parameter: Tensor) -> bool:
+        return False
+
+    def _submit(self, parameter: Tensor) -> None:
+        raise NotImplementedError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._handles:
+            raise AssertionError(_ZERO_GRAD_TOO_EARLY)
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def step_without_reduction(self) -> Any:
+        """Makes the wrapped optimizer's step on this rank alone."""
+        return super().step()  # type: ignore[misc]
+
+
+def checked_names(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[str, Tensor]]:
+    """Returns the name of each parameter, under which the ranks find each other's gradients."""
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", parameter)
+            for i, group in enumerate(param_groups)
+            for j, parameter in enumerate(group["params"])
+        ]
+    named = list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    known = {id(parameter) for _, parameter in named}
+    unnamed = [id(p) for group in param_groups for p in group["params"] if id(p) not in known]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named. "
+            f"Python object ids: {', '.join(map(str, unnamed))}"
+        )
+    return named
+
+
+class _DistributedOptimizer(DistributedBase):
+    """Combines gradients by Average or Sum."""
+
+    def _set_up(
+        self,
+        op: int,
+        gradient_predivide_factor: float,
+        groups: int | list[list[Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self._groups = checked_groups(groups)
+        self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
+        self._num_ready: dict[tuple[Tensor, ...], int] = {}
+        self._is_reducing = bool(process_set.included()) and _basics.size() > 1
+        self._batches = GradientBatches(current.running().settings.fusion_threshold)
+        if self._is_reducing:
+            if self._groups is not None:
+                self._form_groups()
+            self._register_hooks()
+
+    def _form_groups(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        # Groups must be the same on all ranks, so they follow the order of parameters on the first rank of the set.
+        root = (self.process_set.ranks or [0])[0]
+        names = broadcast_object(
+            [self._parameter_names[p] for p in parameters], root_rank=root, process_set=self.process_set
+        )
+        parameters.sort(key=lambda parameter: names.index(self._parameter_names[parameter]))
+        if isinstance(self._groups, list):
+            wanted = {id(parameter) for parameter in parameters}
+            formed = [tuple(p for p in group if id(p) in wanted) for group in self._groups]
+            grouped = {id(parameter) for group in formed for parameter in group}
+            formed += [(parameter,) for parameter in parameters if id(parameter) not in grouped]
+        else:
+            assert self._groups is not None
+            parts = [even_part(len(parameters), part, self._groups) for part in range(self._groups)]
+            formed = [tuple(parameters[part.start : part.stop]) for part in parts]
+        for group in formed:
+            if group:
+                self._num_ready[group] = 0
+                for parameter in group:
+                    self._group_of[parameter] = group
+
+    def _add_parameter(self, parameter: Tensor) -> None:
+        if self._groups is not None and parameter not in self._group_of:
+            self._group_of[parameter] = (parameter,)
+            self._num_ready[parameter,] = 0
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._handles = {}
+        self._batches.end_step()
+        self._synchronized = False
+        self._should_synchronize = True
+        self.set_backward_passes_per_step(self.backward_passes_per_step)
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _is_in_sent_group(self, parameter: Tensor) -> bool:
+        group = self._group_of.get(parameter)
+        return group is not None and group in self._handles
+
+    def _submit(self, parameter: Tensor) -> None:
+        if self._groups is None:
+            self._handles[parameter] = Reduction()
+            is_planned = parameter in self._batches
+            ready = self._batches.arrive(parameter)
+            if is_planned:
+                # Empty until the batch is complete.
+                self._submit_together(ready)
+            else:
+                # In the first step the order is unknown; the controller waits a cycle for further gradients to fuse.
+                self._handles[parameter] = self._reduce(parameter)
+            return
+        group = self._group_of[parameter]
+        self._num_ready[group] += 1
+        if self._num_ready[group] < len(group):
+            self._handles[parameter] = Reduction()
+            return
+        self._num_ready[group] = 0
+        # One entry for the group replaces those that only counted its members.
+        for member in group:
+            self._handles.pop(member, None)
+        self._handles[group] = self._reduce_group(group)
+
+    def _submit_together(self, parameters: list[Tensor]) -> None:
+        if parameters:
+            with current.running().controller.together():
+                for parameter in parameters:
+                    self._handles[parameter] = self._reduce(parameter)
+
+    def _reduce(self, parameter: Tensor) -> Reduction:
+        if parameter.grad is None:
+            # Branches of a model may differ between ranks: another rank may have computed this gradient.
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        name = self._parameter_names[parameter]
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            if not self.sparse_as_dense:
+                return Reduction(sparse_allreduce_async(gradient, name, self.op, self.process_set))
+            gradient = gradient.to_dense()
+        gradient = gradient.contiguous()
+        # As in Horovod, f divides before and multiplies after the sum; Average itself divides by the number of ranks.
+        before, after = 1.0, 1.0
+        if self.op == Average:
+            before, after = 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
+        wire = wire_of(self._compression, gradient) if self.op in (Average, Sum) else ""
+        packed, context = (gradient, None) if wire else self._compression.compress(gradient)
+        options = ReductionOptions(self.op, before, after, self.process_set, wire)
+        # One list for both: enqueue() recognises an operation in place by it.
+        tensors = [packed]
+        return Reduction(_enqueue_allreduce(tensors, tensors, name, options), context)
+
+    def _reduce_group(self, group: tuple[Tensor, ...]) -> Reduction:
+        gradients = [_gradient(parameter).contiguous() for parameter in group]
+        packed, contexts = zip(*[self._compression.compress(gradient) for gradient in gradients], strict=True)
+        handle = grouped_allreduce_async_(
+            list(packed), name=self._parameter_names[group[0]], op=self.op, process_set=self.process_set
+        )
+        return Reduction(handle, contexts)
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are reduced. Call it before clipping, with skip_synchronize() around step()."""
+        if not self.process_set.included():
+            self._synchronized = True
+            return
+        if self._is_reducing:
+            self._register_hooks()
+        self._submit_missing()
+        for key, reduction in self._handles.items():
+            if isinstance(key, tuple):
+                outputs = synchronize(reduction.handle)
+                for parameter, output, context in zip(key, outputs, reduction.contexts, strict=True):
+                    self._store(parameter, self._compression.decompress(output, context))
+            elif callable(reduction.handle):
+                self._store(key, reduction.handle())
+            else:
+                output = synchronize(reduction.handle)
+                # A gradient that was compressed on the wire arrives decompressed.
+                plain = reduction.contexts is None and wire_of(self._compression, output)
+                self._store(key, output if plain else self._compression.decompress(output, reduction.contexts))
+        for group in self._num_ready:
+            self._num_ready[group] = 0
+        self._handles.clear()
+        self._batches.end_step()
+        self._synchronized = True
+
+    def _submit_missing(self) -> None:
+        """Submits parameters without a gradient, and those whose further backward passes did not come."""
+        sent: set[Tensor] = set()
+        counted: set[Tensor] = set()
+        for key, reduction in self._handles.items():
+            (counted if reduction.handle is None else sent).update(key if isinstance(key, tuple) else (key,))
+        # Scripts empty _requires_update to leave out parameters without a gradient; the others are still reduced.
+        wanted = (self._requires_update | counted) - sent
+        # In the order of param_groups, so all ranks submit them in the same order.
+        missing = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
+        self._submit_together(missing)
+
+    def _store(self, parameter: Tensor, reduced: Tensor) -> None:
+        self._allreduce_delay[parameter] = self.backward_passes_per_step
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse()
+        # Most gradients are reduced in place and need no copy.
+        elif reduced.data_ptr() != gradient.data_ptr() or reduced.dtype is not gradient.dtype:
+            gradient.copy_(reduced)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Makes step() skip synchronize() within the block, because the script has called it."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._should_synchronize and self._is_reducing:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)  # type: ignore[misc]
+
+
+def checked_groups(groups: int | Sequence[Sequence[Tensor]] | None) -> Any:
+    """Returns the groups as given; raises ValueError for anything else than Horovod accepts."""
+    if groups is None:
+        return None
+    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    seen: set[int] = set()
+    for group in groups if isinstance(groups, list) else ():
+        for parameter in group:
+            if not isinstance(parameter, Tensor):
+                raise ValueError("groups must consist of torch.Tensor.")
+            if id(parameter) in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(id(parameter))
+    return groups
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+class _DistributedAdasumOptimizer(DistributedBase):
+    """Lets every rank make its own step and combines the changes of the weights by Adasum."""
+
+    def _set_up(self) -> None:
+        self._starts: dict[Tensor, Tensor] = {}
+        self._register_hooks()
+
+    def _add_parameter(self, parameter: Tensor) -> None:
+        self._starts[parameter] = torch.zeros_like(parameter)
+
+    def _submit(self, parameter: Tensor) -> None:
+        self._handles[parameter] = self._reduce(parameter)
+
+    @torch.no_grad()
+    def _reduce(self, parameter: Tensor) -> Reduction:
+        """Steps this parameter alone and submits its change.
+
+        Until step() has added the combined change to `_starts`, the parameter holds its own change instead of its value.
+        """
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        groups = [group["params"] for group in self.param_groups]
+        # Every other parameter is hidden from the wrapped optimizer for the duration of this step.
+        for group in self.param_groups:
+            group["params"] = [parameter] if any(parameter is other for other in group["params"]) else []
+        start = self._starts[parameter]
+        start.copy_(parameter)
+        try:
+            self.step_without_reduction()
+        finally:
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                group["params"] = parameters
+        parameter.sub_(start)
+        packed, context = self._compression.compress(parameter.detach().contiguous())
+        handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
+        return Reduction(handle, context)
+
+    def synchronize(self) -> None:
+        """Does nothing: step() waits for the changes itself."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        self._register_hooks()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                reduction = self._handles.get(parameter)
+                is_sent = reduction is not None and reduction.handle is not None
+                if parameter in self._requires_update and not is_sent:
+                    self._handles[parameter] = self._reduce(parameter)
+        with torch.no_grad():
+            for parameter, reduction in self._handles.items():
+                moved = self._compression.decompress(synchronize(reduction.handle), reduction.contexts)
+                parameter.copy_(self._starts[parameter] + moved.view_as(parameter))
+                self._allreduce_delay[parameter] = self.backward_passes_per_step
+        self._handles.clear()
+        return loss
 
 
 def DistributedOptimizer(
@@ -48,16 +478,7 @@ def DistributedOptimizer(
         raise TypeError(
             f"This {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain optimizer, once."
         )
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        if groups is None:
-            groups = num_groups
+    groups = groups_of_options(op, gradient_predivide_factor, num_groups, groups, stacklevel=2)
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     is_adasum = op == Adasum and _basics.size() > 1

@@ -1,4 +1,4 @@
-"""The process sets of a job, and this rank's connections to the other members of each.
+"""The process sets of a job, this rank's connections to the other members of each, and which of them carries an operation.
 
 The engine thread changes the table, at the same place in the order of operations on every rank, so all ranks number the
 sets alike. Other threads only read it.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from horovod.common.settings import Settings
 from horovod.engine.messages import Request
@@ -55,6 +56,7 @@ class ProcessSetTable:
     def __init__(self, meeting: Meeting, settings: Settings) -> None:
         self._meeting = meeting
         self._settings = settings
+        self.rank = meeting.rank
         self._next = 0
         self.ranks: dict[int, tuple[int, ...]] = {}
         """The members of every set."""
@@ -99,6 +101,41 @@ class ProcessSetTable:
         """Executes an agreed request to add or remove a set."""
         return self.add(request.splits) if request.kind == "add_process_set" else self.remove(request.splits[0])
 
+    # -- what carries an operation: chosen by the request alone, so all ranks choose alike ---------------------------
+
+    def members(self, request: Request) -> tuple[int, ...]:
+        """Returns the ranks that take part, in the order of their places in the group."""
+        return self.connections[request.process_set].ranks
+
+    def place(self, request: Request) -> int:
+        """Returns the place of this rank among them."""
+        return self.members(request).index(self.rank)
+
+    def group(self, request: Request) -> dist.ProcessGroup:
+        groups = self.connections[request.process_set]
+        if request.device == "cpu" or not self._meeting.uses_nccl:
+            return groups.cpu
+        assert groups.gpu is not None
+        return groups.gpu
+
+    def transport(self, request: Request) -> str:
+        """Returns the name of what carries the tensors, for the timeline."""
+        return "NCCL" if request.device != "cpu" and self._meeting.uses_nccl else "GLOO"
+
+    def is_direct(self, tensor: Tensor) -> bool:
+        return self._meeting.uses_nccl or tensor.device.type == "cpu"
+
+    def staged(self, tensor: Tensor, run: Callable[[Tensor], object]) -> None:
+        """Runs on a copy in main memory if NCCL cannot be used, because not every rank has its own GPU."""
+        if self.is_direct(tensor):
+            run(tensor)
+            return
+        copy = tensor.cpu()
+        run(copy)
+        tensor.copy_(copy)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
     def abort(self) -> None:
         """Ends operations on GPUs that wait for a rank that is gone. Any thread may call it."""
         for connections in list(self.connections.values()):
@@ -109,6 +146,8 @@ class ProcessSetTable:
         for connections in self.connections.values():
             connections.close()
         self.connections.clear()
+
+    # -- checks and connections ------------------------------------------------------------------------------------
 
     def wrong_ranks(self, ranks: Sequence[int]) -> str:
         """Returns the text of an error; empty if these ranks can form a process set."""

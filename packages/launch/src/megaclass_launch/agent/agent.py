@@ -18,7 +18,7 @@ Everything happens in one thread, in `Agent._loop`; no field needs a lock. The p
     DriverConnection    messages from and to the driver, its loss      see driver_connection.py
     WorkerSetup         checks the host, makes the environments        interfaces of this host: check
     Rank0Ports          holds the ports for rank 0                     the held sockets: hold
-    WorkerChannels      messages with the workers of an elastic job    see worker_channels.py
+    WorkerChannels      messages with the workers of an elastic job    see worker_pipes.py
     Supervisor          starts, signals, reaps and kills workers       the workers, the time of SIGKILL
     WorkerOutput        from the workers' pipes to the driver          the open pipes, and whether they are read
     AgentCall           the function of horovod.run(), if there is one     its file: the driver's "call" messages
@@ -40,8 +40,7 @@ from megaclass_launch.agent.driver_connection import DriverConnection, read_job
 from megaclass_launch.agent.orphan_killer import processes_of, send
 from megaclass_launch.agent.rank_watch import RankWatch
 from megaclass_launch.agent.supervisor import Supervisor, Worker
-from megaclass_launch.agent.worker_channels import WorkerChannels
-from megaclass_launch.agent.worker_output import WorkerOutput
+from megaclass_launch.agent.worker_pipes import WorkerChannels, WorkerOutput
 from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
 from megaclass_launch.elastic.channel import FD_NAME as ELASTIC_FD
 from megaclass_launch.errors import LaunchError

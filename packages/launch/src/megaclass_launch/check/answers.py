@@ -4,17 +4,19 @@ Every field has a type and a range, and terminal control characters are removed 
 which users copy into a shell, must also match a pattern: a version, an address, the name of an interface.
 """
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megaclass_launch.wire.checks import Check, ip_address, number, or_none, text, truth, whole
 from megaclass_launch.wire.protocol import ProtocolError
 
-_LINE = text(max_length=400)
 _MAX_ITEMS = 4096
-_MAX_PACKAGES = 16
-_VERSION = r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,60}|not installed"
+_LINE = text(max_length=400)
+_VERSION = text(r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,60}|not installed")
+_CUDA_VERSION = or_none(text(r"[0-9]{1,3}\.[0-9]{1,3}"))
+_INTERFACE = text(r"[0-9A-Za-z._@:-]{1,15}")
+_PACKAGE = text(r"[A-Za-z][A-Za-z0-9-]{0,40}")
+_DIGEST = text(r"[0-9a-f]{1,64}")
 
 
 def connection_in(reply: Mapping[str, Any]) -> list[str]:
@@ -33,30 +35,32 @@ def time_in(reply: Mapping[str, Any]) -> float:
 
 def facts_in(reply: Mapping[str, Any], workdir: str) -> dict[str, Any]:
     """Returns the host's facts. workdir: the folder in the question; the answer can only confirm that it exists."""
-    facts: dict[str, Any] = _checked("facts", _FACTS, reply)
+    facts: dict[str, Any] = _checked("facts", _fields(_FACTS), reply)
+    if not {"Python", "torch", "megaclass-launch"} <= facts["versions"].keys():
+        raise ProtocolError(
+            "its answer about facts is invalid: expected the versions of Python, torch and megaclass-launch"
+        )
     return {**facts, "workdir": workdir if facts["workdir"] is not None else None}
 
 
 def listening_in(reply: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the port at which the host listens, or the fault."""
-    found: dict[str, Any] = _checked("listen", _fields(port=whole(most=65535), fault=or_none(_LINE)), reply)
+    found: dict[str, Any] = _checked("listen", _fields({"port": whole(most=65535), "fault": or_none(_LINE)}), reply)
     return found
 
 
 def reached_in(reply: Mapping[str, Any], peers: Collection[str]) -> dict[str, Any]:
     """Returns which peers the host could not reach. peers: exactly these must be in the answer."""
-    check = _fields(
-        towards=or_none(text(r"[0-9A-Za-z._@:-]{1,15}")),
-        faults=_fields(**dict.fromkeys(peers, or_none(_LINE))),
-    )
-    found: dict[str, Any] = _checked("reach", check, reply)
+    faults = _fields(dict.fromkeys(peers, or_none(_LINE)))
+    found: dict[str, Any] = _checked("reach", _fields({"towards": or_none(_INTERFACE), "faults": faults}), reply)
     return found
 
 
 def rows_in(rows: Any) -> list[dict[str, Any]]:
     """Returns the rows of `bench allreduce`, two per backend, or no rows if they have any other form."""
+    row = {"backend": text(r"[a-z0-9_]{1,20}"), "ranks": whole(), "time_us": number, "bus_gbps": number}
     try:
-        found: list[dict[str, Any]] = _list_of(_ROW)(rows)
+        found: list[dict[str, Any]] = _list_of(_fields(row))(rows)
     except ValueError:
         return []
     backends = [row["backend"] for row in found]
@@ -73,16 +77,7 @@ def _checked(name: str, check: Check, value: Any) -> Any:
         raise ProtocolError(f"its answer about {name} is invalid: expected {error}") from None
 
 
-def _list_of(check: Check, least: int = 0) -> Check:
-    def check_all(value: Any) -> list[Any]:
-        if not isinstance(value, list) or not least <= len(value) <= _MAX_ITEMS:
-            raise ValueError(f"a list of {least} to {_MAX_ITEMS} items")
-        return [check(item) for item in value]
-
-    return check_all
-
-
-def _fields(optional: Sequence[str] = (), /, **checks: Check) -> Check:
+def _fields(checks: Mapping[str, Check]) -> Check:
     """Checks a JSON object with these fields; other fields are dropped."""
 
     def check(value: Any) -> dict[str, Any]:
@@ -90,8 +85,6 @@ def _fields(optional: Sequence[str] = (), /, **checks: Check) -> Check:
             raise ValueError("an object")
         found = {}
         for name, check_one in checks.items():
-            if name not in value and name in optional:
-                continue
             try:
                 found[name] = check_one(value.get(name))
             except ValueError as error:
@@ -101,66 +94,58 @@ def _fields(optional: Sequence[str] = (), /, **checks: Check) -> Check:
     return check
 
 
-def _interfaces(value: Any) -> dict[str, list[str]]:
-    if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
-        raise ValueError("addresses by interface")
-    names = [text(r"[0-9A-Za-z._@:-]{1,15}")(name) for name in value]
-    return dict(zip(names, map(_list_of(ip_address, least=1), value.values()), strict=True))
-
-
-def _by_name(check: Check, *needed: str) -> Check:
-    """Checks a JSON object of a few values keyed by names of packages."""
-
-    def check_all(value: Any) -> dict[str, Any]:
-        is_named = isinstance(value, dict) and all(re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,40}", name) for name in value)
-        if not is_named or len(value) > _MAX_PACKAGES or not set(needed) <= value.keys():
-            raise ValueError(f"at most {_MAX_PACKAGES} values by package")
-        return {name: check(one) for name, one in value.items()}
+def _list_of(check: Check, least: int = 0) -> Check:
+    def check_all(value: Any) -> list[Any]:
+        if not isinstance(value, list) or not least <= len(value) <= _MAX_ITEMS:
+            raise ValueError(f"a list of {least} to {_MAX_ITEMS} items")
+        return [check(item) for item in value]
 
     return check_all
 
 
-_ROW = _fields(backend=text(r"[a-z0-9_]{1,20}"), ranks=whole(), time_us=number, bus_gbps=number)
+def _by(key: Check, check: Check) -> Check:
+    """Checks a JSON object with any fields whose names pass `key`."""
 
-_GPU = _fields(
-    ("fault", "microseconds", "is_right", "free_bytes", "total_bytes"),
-    name=_LINE, fault=_LINE, microseconds=number, is_right=truth, free_bytes=whole(), total_bytes=whole(),
-)  # fmt: skip
+    def check_all(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
+            raise ValueError(f"an object of at most {_MAX_ITEMS} fields")
+        return {key(name): check(one) for name, one in value.items()}
 
-_WORKING_TORCH = _fields(
-    ("why_unusable",),
-    version=text(_VERSION), cuda=or_none(text(r"[0-9]{1,3}\.[0-9]{1,3}")), gloo=truth, nccl=or_none(_LINE),
-    is_usable=truth, gpus=_list_of(_GPU), why_unusable=_LINE,
-)  # fmt: skip
+    return check_all
 
 
-def _torch(value: Any) -> dict[str, Any]:
-    is_faulty = isinstance(value, dict) and "fault" in value
-    found: dict[str, Any] = (_fields(fault=_LINE) if is_faulty else _WORKING_TORCH)(value)
-    for gpu in found.get("gpus", ()):
-        if "fault" not in gpu and not {"microseconds", "is_right", "free_bytes", "total_bytes"} <= gpu.keys():
-            raise ValueError("a fault or measurements of each GPU")
-    return found
-
-
-_FACTS = _fields(
-    hostname=_LINE,
-    python=text(_VERSION),
-    versions=_by_name(text(_VERSION), "Python", "torch"),
-    megaclass=text(_VERSION),
-    code=_by_name(text(r"[0-9a-f]{1,64}")),
-    config=or_none(text(r"[0-9a-f]{1,64}")),
-    torch=or_none(_torch),
-    tensorflow=or_none(text(_VERSION)),
-    keras=or_none(text(_VERSION)),
-    mpi=or_none(_LINE),
-    driver=or_none(_LINE),
-    driver_cuda=or_none(text(r"[0-9]{1,3}\.[0-9]{1,3}")),
-    num_gpus_present=whole(most=_MAX_ITEMS),
-    visible_devices=or_none(_LINE),
-    num_cpus=whole(most=1 << 20),
-    interfaces=_interfaces,
-    workdir=or_none(_LINE),
-    free_disk_bytes=or_none(whole()),
-    free_shared_bytes=or_none(whole()),
-)
+_GPU = {
+    "name": _LINE,
+    "fault": _LINE,
+    "microseconds": number,
+    "is_right": truth,
+    "free_bytes": whole(),
+    "total_bytes": whole(),
+}
+_TORCH = {
+    "fault": _LINE,
+    "version": _VERSION,
+    "cuda": _CUDA_VERSION,
+    "gloo": truth,
+    "nccl": or_none(_LINE),
+    "is_usable": truth,
+    "why_unusable": _LINE,
+    "gpus": _list_of(_fields(_GPU)),
+}
+_FACTS = {
+    "hostname": _LINE,
+    "python": _VERSION,
+    "versions": _by(_PACKAGE, _VERSION),
+    "code": _by(_PACKAGE, _DIGEST),
+    "config": or_none(_DIGEST),
+    "torch": _fields(_TORCH),
+    "driver": or_none(_LINE),
+    "driver_cuda": _CUDA_VERSION,
+    "num_gpus_present": whole(most=_MAX_ITEMS),
+    "visible_devices": or_none(_LINE),
+    "num_cpus": whole(most=1 << 20),
+    "interfaces": _by(_INTERFACE, _list_of(ip_address, least=1)),
+    "workdir": or_none(_LINE),
+    "free_disk_bytes": or_none(whole()),
+    "free_shared_bytes": or_none(whole()),
+}

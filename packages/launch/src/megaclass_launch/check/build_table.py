@@ -1,7 +1,6 @@
 """`--check-build`: the table of available frameworks and controllers, in the format of horovodrun."""
 
 import importlib.util
-import shutil
 
 from megaclass_launch.check.probe import torch_facts
 from megaclass_launch.versions import (
@@ -15,14 +14,14 @@ from megaclass_launch.versions import (
 
 
 def build_table() -> str:
-    """Returns horovodrun's table, with a line for Keras: [X] available, [ ] not. DDL, CCL and MXNet are never available.
+    """Returns horovodrun's table, with a line for Keras: [X] available, [ ] not. MPI, DDL, CCL and MXNet are never
+    available: mpirun may start the ranks, but does not carry their messages.
 
     TensorFlow and Keras are found by their packages, without importing them.
     """
-    torch = torch_facts() or {"fault": "not installed"}
-    works = "fault" not in torch
+    torch = torch_facts()
+    works = not torch["fault"]
     has_tensorflow = is_at_least(tensorflow_version(), OLDEST_TENSORFLOW)
-    has_mpi = shutil.which("mpirun") is not None
     sections = {
         "Available Frameworks": {
             "TensorFlow": works and has_tensorflow,
@@ -30,7 +29,7 @@ def build_table() -> str:
             "PyTorch": works,
             "MXNet": False,
         },
-        "Available Controllers": {"MPI": has_mpi, "Gloo": works and torch["gloo"]},
+        "Available Controllers": {"MPI": False, "Gloo": works and torch["gloo"]},
         "Available Tensor Operations": {
             "NCCL": works and torch["nccl"] is not None and torch["is_usable"],
             "DDL": False,

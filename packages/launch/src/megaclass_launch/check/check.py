@@ -2,27 +2,23 @@
 
 Standard library only; torch is imported in a separate process. The steps, each with the hosts that passed the previous ones:
 
-    resolve names -> log in by ssh -> collect facts about each host -> compare them -> connect between hosts -> all-reduce
+    log in by ssh -> collect facts about each host -> compare them -> connect between hosts -> all-reduce
 """
 
 import json
-import os
-import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
 from megaclass_launch.check.probe_client import ProbeClient
-from megaclass_launch.check.report import Finding, FindingState, Report, bad, doubtful, good
+from megaclass_launch.check.report import Finding, Report, bad, doubtful, good
 from megaclass_launch.check.rules import Facts, clock_finding, default_slots, difference_findings, host_findings
 from megaclass_launch.driver.ssh import SshSettings, agent_command, cause_and_advice, login_command
 from megaclass_launch.errors import LaunchError
@@ -97,7 +93,6 @@ class _HostCheck:
         self.connection: list[str] = []
         """SSH_CONNECTION on that host: client address and port, server address and port."""
         self._settings = settings
-        self._ssh_config = ""
         self._client: ProbeClient | None = None
 
     def collect_facts(self) -> None:
@@ -114,14 +109,9 @@ class _HostCheck:
         self.facts = {}
 
     def _collect_facts(self) -> None:
-        if not self.host.is_local:
-            self._ssh_config = _ssh_config(self.host, self._settings.ssh)
-            self.findings.append(_name_resolution(self.host, self._ssh_config))
-            if self.findings[0].state is FindingState.BAD:
-                return
-        self._client = ProbeClient(agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe"))
         begun = time.monotonic()
-        hello = self._client.greet(self._settings.start_timeout_s)
+        self._client = ProbeClient(agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe"))
+        hello = self._client.ask({"token": self._client.token}, self._settings.start_timeout_s)
         if hello is None:
             self._note_not_started()
             return
@@ -161,64 +151,16 @@ class _HostCheck:
         assert self._client is not None
         code, said = self._client.exit_status()
         what, advice = cause_and_advice(self.host, self._settings.ssh, code, said)
-        if not self.host.is_local and code == 255 and re.search("Permission denied", said, re.IGNORECASE):
-            advice = f"Type: {_ssh_copy_id(self.host, self._settings.ssh, self._ssh_config)}"
-        elif not advice:
+        if advice:
+            advice = f"{advice[0].upper()}{advice[1:]}."
+        else:
             last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
             what += f" ({last})" if last else ""
             advice = f"Type: {self._settings.ssh.python} -m megaclass_launch --version"
-        else:
-            advice = f"{advice[0].upper()}{advice[1:]}."
-        if self.host.is_local or code not in (255, None):
-            if not self.host.is_local and not any(finding.what == "ssh" for finding in self.findings):
-                self.findings.append(good("ssh", "logs in without a prompt"))
-            self.findings.append(bad("Python", what, advice))
-        else:
-            self.findings.append(bad("ssh", what, advice))
-
-
-# ---- names and keys ----
-
-
-def _ssh_config(host: Host, ssh: SshSettings) -> str:
-    """Returns the settings that ssh will use (`ssh -G`): lines `hostname h2`, `identityfile ~/.ssh/id_rsa` and so on."""
-    bare = host.name.rpartition("@")[2].strip("[]")
-    return subprocess.run(
-        ["ssh", *ssh.extra, "-G", "--", bare],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False,
-    ).stdout  # fmt: skip
-
-
-def _name_resolution(host: Host, ssh_config: str) -> Finding:
-    """Resolves the name that ssh_config has for the host: the name in -H may be an alias."""
-    bare = host.name.rpartition("@")[2].strip("[]")
-    match = re.search(r"^hostname (\S+)$", ssh_config, re.MULTILINE)
-    name = match[1] if match else bare
-    via = f" (ssh_config calls it {name})" if name != bare else ""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if re.search(r"^proxy(jump|command) (?!none)", ssh_config, re.MULTILINE):
-            return doubtful(
-                "name", f"{name}: {reason}{via}", "ssh connects through a proxy, which may be able to resolve it."
-            )
-        line = f"echo '<address> {bare}' | sudo tee -a /etc/hosts"
-        return bad("name", f"{name}: {reason}{via}", f"Check the spelling, or type: {line}")
-    return good("name", f"{found[0][4][0]}{via}")
-
-
-def _ssh_copy_id(host: Host, ssh: SshSettings, ssh_config: str) -> str:
-    """Returns the command that makes the host accept the user's key, and creates a key first if there is none."""
-    named = [Path(file).expanduser() for file in re.findall(r"^identityfile (.+)$", ssh_config, re.MULTILINE)]
-    keys = [file for file in named if file.is_file()]
-    is_default = not keys or keys[0].parent == Path("~/.ssh").expanduser()
-    if ssh.identity_file is None and not is_default:
-        # By default ssh-copy-id only looks in ~/.ssh.
-        ssh = replace(ssh, identity_file=keys[0])
-    line = login_command(host, ssh, "ssh-copy-id")
-    has_key = ssh.identity_file is not None or keys or "SSH_AUTH_SOCK" in os.environ
-    return line if has_key else f"ssh-keygen -t ed25519 && {line}"
+        is_ssh = not self.host.is_local and code in (255, None)
+        if not (is_ssh or self.host.is_local or any(finding.what == "ssh" for finding in self.findings)):
+            self.findings.append(good("ssh", "logs in without a prompt"))
+        self.findings.append(bad("ssh" if is_ssh else "Python", what, advice))
 
 
 # ---- routes and ports ----

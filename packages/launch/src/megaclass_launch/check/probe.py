@@ -23,13 +23,7 @@ from typing import Any
 from megaclass_launch.network import bound_socket, interface_towards
 from megaclass_launch.operating_system import readable
 from megaclass_launch.rendezvous.addresses import interfaces
-from megaclass_launch.versions import (
-    installed_versions,
-    keras_version,
-    megaclass_version,
-    same_code_packages,
-    tensorflow_version,
-)
+from megaclass_launch.versions import NOT_INSTALLED, installed_versions, same_code_packages
 from megaclass_launch.wire.protocol import encode, greeting
 
 Facts = dict[str, Any]
@@ -43,11 +37,13 @@ _NVIDIA = "0x10de"
 _TORCH_PROGRAM = """
 import json, time, torch, torch.distributed as dist
 facts = {
+    "fault": "",
     "version": torch.__version__,
     "cuda": torch.version.cuda,
     "gloo": dist.is_available() and dist.is_gloo_available(),
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_available() and dist.is_nccl_available() else None,
     "is_usable": torch.cuda.is_available(),
+    "why_unusable": "",
     "gpus": [],
 }
 if facts["cuda"] and not facts["is_usable"]:
@@ -56,7 +52,7 @@ if facts["cuda"] and not facts["is_usable"]:
     except Exception as error:
         facts["why_unusable"] = str(error).partition("\\n")[0]
 for index in range(torch.cuda.device_count() if facts["is_usable"] else 0):
-    gpu = {"name": f"GPU {index}"}
+    gpu = {"name": f"GPU {index}", "fault": "", "microseconds": 0.0, "is_right": False, "free_bytes": 0, "total_bytes": 0}
     try:
         gpu["name"] = torch.cuda.get_device_name(index)
         left = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) % 7
@@ -76,6 +72,9 @@ for index in range(torch.cuda.device_count() if facts["is_usable"] else 0):
 print("megaclass-facts " + json.dumps(facts))
 """
 
+# Only the finding about torch reports that it does not work: gloo counts as present.
+_NO_TORCH: Facts = {"cuda": None, "gloo": True, "nccl": None, "is_usable": False, "why_unusable": "", "gpus": []}
+
 
 def host_facts(workdir: str, config: str | None) -> Facts:
     """Collects all facts about this host that need no other host."""
@@ -83,13 +82,9 @@ def host_facts(workdir: str, config: str | None) -> Facts:
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
         "versions": installed_versions(),
-        "megaclass": megaclass_version(),
         "code": {name: code_digest(package.folder) for name, package in same_code_packages().items()},
         "config": _file_digest(Path(workdir, config)) if config else None,
         "torch": torch_facts(ends_with_stdin=True),
-        "tensorflow": tensorflow_version(),
-        "keras": keras_version(),
-        "mpi": _mpi(),
         "driver": _driver_version(),
         "driver_cuda": _driver_cuda(),
         "num_gpus_present": _num_gpus_present(),
@@ -165,14 +160,16 @@ def _listen(port: int, listeners: list[socket.socket]) -> Facts:
     return {"port": listener.getsockname()[1], "fault": None}
 
 
-def torch_facts(*, ends_with_stdin: bool = False) -> Facts | None:
-    """Returns what torch reports about itself and the GPUs; None if it is not installed, {"fault": …} if it does not work.
+def torch_facts(*, ends_with_stdin: bool = False) -> Facts:
+    """Returns what torch reports about itself and the GPUs, or why it does not work ("fault").
 
     Args:
         ends_with_stdin: whether to give up when stdin ends, because the process that asked has ended then.
     """
-    if installed_versions()["torch"] == "not installed":
-        return None
+    facts: Facts
+    version = installed_versions()["torch"]
+    if version == NOT_INSTALLED:
+        return {**_NO_TORCH, "fault": NOT_INSTALLED, "version": version}
     command = [sys.executable, "-X", "utf8", "-P", "-c", _TORCH_PROGRAM]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -183,11 +180,11 @@ def torch_facts(*, ends_with_stdin: bool = False) -> Facts | None:
             process.wait()
     for line in out.splitlines():
         if line.startswith("megaclass-facts "):
-            facts: Facts = json.loads(line.removeprefix("megaclass-facts "))
+            facts = json.loads(line.removeprefix("megaclass-facts "))
             return facts
     how = f"it did not end within {_TORCH_S:g} s" if process.returncode == -9 else f"it ended with {process.returncode}"
     last = next((line for line in reversed(err.splitlines()) if line.strip()), how)
-    return {"fault": last.strip()}
+    return {**_NO_TORCH, "fault": last.strip(), "version": version}
 
 
 def _communicate(process: "subprocess.Popen[str]", ends_with_stdin: bool) -> tuple[str, str]:
@@ -201,17 +198,6 @@ def _communicate(process: "subprocess.Popen[str]", ends_with_stdin: bool) -> tup
             if has_ended or time.monotonic() > deadline:
                 process.kill()
                 return process.communicate()
-
-
-def _mpi() -> str | None:
-    """Returns the first line of `mpirun --version`, or None without mpirun."""
-    program = shutil.which("mpirun")
-    if program is None:
-        return None
-    done = subprocess.run(
-        [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
-    )
-    return done.stdout.strip().partition("\n")[0] or program
 
 
 def _driver_version() -> str | None:

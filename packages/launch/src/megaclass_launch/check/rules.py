@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megaclass_launch.check.report import Finding, absent, bad, doubtful, good
-from megaclass_launch.versions import OLDEST_KERAS, OLDEST_TENSORFLOW, differences, is_at_least
+from megaclass_launch.versions import NOT_INSTALLED, differences
 
 Facts = Mapping[str, Any]
 
@@ -21,7 +21,6 @@ _LEAST_SHARED = 64 * _MIB
 _COMFORTABLE_SHARED = 1 * _GIB
 _CLOCK_S = 1.0
 _MISSING = "not there"
-_NOT_INSTALLED = "not installed"
 
 
 def host_findings(facts: Facts, slots: int) -> list[Finding]:
@@ -29,15 +28,12 @@ def host_findings(facts: Facts, slots: int) -> list[Finding]:
     return [
         _python(facts),
         _torch(facts),
-        _optional("TensorFlow", facts["tensorflow"], OLDEST_TENSORFLOW),
-        _optional("Keras", facts["keras"], OLDEST_KERAS),
         _megaclass(facts),
         _cuda(facts),
         _driver(facts),
         *_gpus(facts),
         _nccl(facts),
         _gloo(facts),
-        _mpi(facts),
         _slots(facts, slots),
         _disk(facts),
         _shared_memory(facts),
@@ -46,7 +42,7 @@ def host_findings(facts: Facts, slots: int) -> list[Finding]:
 
 def default_slots(facts: Facts) -> int:
     """Returns the number of slots if the user gave none: one per GPU that torch can use, else two."""
-    return len(_working_torch(facts)["gpus"]) or 2
+    return len(facts["torch"]["gpus"]) or 2
 
 
 def difference_findings(
@@ -67,8 +63,8 @@ def _version_findings(facts_by_host: Mapping[str, Facts], python: str) -> list[F
     first = next(iter(versions.values()))
     findings = []
     for name, sentence in differences(versions).items():
-        theirs = {host: one.get(name, _NOT_INSTALLED) for host, one in versions.items()}
-        right = next((version for version in theirs.values() if version[0].isdigit()), _NOT_INSTALLED)
+        theirs = {host: one.get(name, NOT_INSTALLED) for host, one in versions.items()}
+        right = next((version for version in theirs.values() if version[0].isdigit()), NOT_INSTALLED)
         others = ", ".join(host for host, version in theirs.items() if version != right)
         # A label such as +cu126 names a build and is unknown to package indexes; pip accepts the rest.
         line = f"Type on {others}: {python} -m pip install {name}=={right.partition('+')[0]}"
@@ -114,33 +110,22 @@ def _python(facts: Facts) -> Finding:
 
 def _torch(facts: Facts) -> Finding:
     torch = facts["torch"]
-    if torch is None:
-        return bad("torch", "not installed", "Type: pip install torch")
-    if "fault" in torch:
+    if torch["version"] == NOT_INSTALLED:
+        return bad("torch", NOT_INSTALLED, "Type: pip install torch")
+    if torch["fault"]:
         return bad("torch", torch["fault"], "It cannot be imported: pip install --force-reinstall torch")
     if _numbers(torch["version"]) < _OLDEST_TORCH:
         return bad("torch", torch["version"], 'Megaclass needs torch 2.11 or later: pip install "torch>=2.11"')
     return good("torch", torch["version"])
 
 
-def _optional(name: str, version: str | None, oldest: tuple[int, ...]) -> Finding:
-    """A framework that Horovod's API also supports."""
-    if version is None:
-        return absent(name, "not installed; only needed for horovod.tensorflow")
-    if not is_at_least(version, oldest):
-        needed = ".".join(map(str, oldest))
-        package = name.lower()
-        return doubtful(name, version, f'horovod.tensorflow needs {needed} or later: pip install "{package}>={needed}"')
-    return good(name, version)
-
-
 def _megaclass(facts: Facts) -> Finding:
     found = (f"{name} {digest[:12]}" for name, digest in facts["code"].items())
-    return good("megaclass", f"{facts['megaclass']}, code of {', '.join(found)}")
+    return good("megaclass", f"{facts['versions']['megaclass-launch']}, code of {', '.join(found)}")
 
 
 def _cuda(facts: Facts) -> Finding:
-    torch = _working_torch(facts)
+    torch = facts["torch"]
     if torch["cuda"] is None:
         return absent("CUDA", "torch is a CPU build")
     if not torch["is_usable"] and not facts["num_gpus_present"]:
@@ -150,7 +135,7 @@ def _cuda(facts: Facts) -> Finding:
 
 def _driver(facts: Facts) -> Finding:
     """Judges the driver: within a major version of CUDA any driver runs any build; otherwise it must not be older."""
-    torch, driver, newest = _working_torch(facts), facts["driver"], facts["driver_cuda"]
+    torch, driver, newest = facts["torch"], facts["driver"], facts["driver_cuda"]
     present = facts["num_gpus_present"]
     if not driver and not torch["is_usable"]:
         if present:
@@ -172,13 +157,13 @@ def _driver(facts: Facts) -> Finding:
 
 
 def _gpus(facts: Facts) -> list[Finding]:
-    torch, present = _working_torch(facts), facts["num_gpus_present"]
+    torch, present = facts["torch"], facts["num_gpus_present"]
     hidden = facts["visible_devices"]
     if not torch["gpus"]:
         if not present:
             return [absent("GPUs", "none: training runs on the CPU")]
         why = f": {torch['why_unusable']}" if torch["why_unusable"] else ""
-        if not torch["version"]:
+        if torch["fault"]:
             advice = "Fix torch first."
         elif torch["cuda"] is None:
             advice = (
@@ -193,7 +178,7 @@ def _gpus(facts: Facts) -> list[Finding]:
     findings = []
     for index, gpu in enumerate(torch["gpus"]):
         what = f"GPU {index}"
-        if "fault" in gpu:
+        if gpu["fault"]:
             findings.append(bad(what, f"{gpu['name']}: {gpu['fault']}", _advice_about_gpu(gpu["fault"])))
         elif not gpu["is_right"]:
             advice = "A matrix product on it is wrong: do not use this GPU, and look for Xid errors in dmesg."
@@ -217,24 +202,20 @@ def _advice_about_gpu(fault: str) -> str:
 
 
 def _nccl(facts: Facts) -> Finding:
-    version = _working_torch(facts)["nccl"]
-    if version is None and _working_torch(facts)["gpus"]:
+    version = facts["torch"]["nccl"]
+    if version is None and facts["torch"]["gpus"]:
         return bad("NCCL", "not in this torch", "GPUs communicate through it: install a torch build for CUDA on Linux.")
     return good("NCCL", version) if version else absent("NCCL", "not in this torch; CPUs do not need it")
 
 
 def _gloo(facts: Facts) -> Finding:
-    if _working_torch(facts)["gloo"]:
+    if facts["torch"]["gloo"]:
         return good("gloo", "in torch")
     return bad("gloo", "not in this torch", "CPUs communicate through it: pip install --force-reinstall torch")
 
 
-def _mpi(facts: Facts) -> Finding:
-    return good("MPI", facts["mpi"]) if facts["mpi"] else absent("MPI", "no mpirun; not needed")
-
-
 def _slots(facts: Facts, slots: int) -> Finding:
-    num_gpus = len(_working_torch(facts)["gpus"])
+    num_gpus = len(facts["torch"]["gpus"])
     if not num_gpus:
         if slots > facts["num_cpus"]:
             found = f"{slots} for {facts['num_cpus']} CPU cores"
@@ -271,7 +252,7 @@ def _shared_memory(facts: Facts) -> Finding:
         )
     found = f"{free / _GIB:.2f} GiB free in /dev/shm"
     advice = "docker run --shm-size=8g …, or: sudo mount -o remount,size=8G /dev/shm"
-    if free < _LEAST_SHARED and _working_torch(facts)["gpus"]:
+    if free < _LEAST_SHARED and facts["torch"]["gpus"]:
         return bad("shared memory", found, f"NCCL would fail: {advice}")
     if free < _COMFORTABLE_SHARED:
         return doubtful("shared memory", found, f"Little space for NCCL: {advice}")
@@ -293,13 +274,6 @@ def _config(facts_by_host: Mapping[str, Facts], config: str, workdir: str) -> Fi
     missing = groups.get(_MISSING)
     found = f"{config} is not on {', '.join(missing)}" if missing else f"{config} is {_sides(groups)}"
     return bad("same config", found, f"Type on {source}: {lines}")
-
-
-def _working_torch(facts: Facts) -> Facts:
-    """Returns torch's facts with defaults: if torch does not work, only the finding `torch` reports it."""
-    nothing: dict[str, Any] = {"version": "", "cuda": None, "gloo": True, "nccl": None, "is_usable": False, "gpus": []}
-    nothing["why_unusable"] = ""
-    return {**nothing, **(facts["torch"] or {})}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -4,11 +4,11 @@ A job that is not elastic has one generation, to which all ranks belong, and rep
 generation from the beginning, as a new JobState with new agents. An elastic job forms one generation after the other.
 
 Everything happens in the driver's one thread, so no field needs a lock. Decisions (messages.py, generations.py, start.py,
-hang_watch.py, lost_agents.py, job_end.py) change the fields below and add orders; the loop (job_run.py) takes the orders and
+hang_watch.py, job_end.py) change the fields below and add orders; the loop (driver.py) takes the orders and
 carries them out. Decisions show messages and output, which only queues them, but neither read nor write a pipe.
 
     fields                          changed by
-    agents, opened                  job_run.py when it opens an agent; drop, finish, forget
+    agents, opened                  driver.py when it opens an agent; drop, finish, forget
     ranks                           messages.py; generations.py
     hosts                           answers of the discovery; job_end.py:ban
     problems, start_deadline        start.py, until the ranks go
@@ -20,11 +20,10 @@ carries them out. Decisions show messages and output, which only queues them, bu
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.discovery import HostTable
 from megaclass_launch.driver.outcome import Outcome, OutcomeDecision
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.driver.rank_table import RankTable, WorkerRecord
@@ -33,6 +32,63 @@ from megaclass_launch.hosts import Host
 from megaclass_launch.options import RunOptions
 from megaclass_launch.signals import InterruptLadder
 from megaclass_launch.wire.protocol import Message, silence_limits
+
+# ---- hosts ----
+
+
+class HostTable:
+    """The hosts that the job may use, in the order in which they appeared, and those that have failed.
+
+    A host that has failed gets no new processes: forever, or for a cooldown that doubles with each of its failures. Ranks
+    that run there stay.
+    """
+
+    def __init__(self, cooldown_s: tuple[float, float] | None, jitter: Callable[[], float]) -> None:
+        """cooldown_s: shortest and longest time; None: forever. jitter: returns random numbers from 0 to 1."""
+        self.listed: dict[str, Host] = {}
+        self._cooldown_s = cooldown_s
+        self._jitter = jitter
+        self._num_failures: dict[str, int] = {}
+        self._banned_until: dict[str, float] = {}
+
+    def update(self, hosts: Sequence[Host]) -> tuple[list[Host], list[Host]]:
+        """Takes over an answer; returns the hosts or slots that were added, and those that were removed."""
+        new = {host.name: host for host in hosts}
+        nothing = Host(name="", slots=0)
+        added = [host for host in hosts if host.slots > self.listed.get(host.name, nothing).slots]
+        removed = [host for host in self.listed.values() if new.get(host.name, nothing).slots < host.slots]
+        # Ranks are placed in this order, so a script that prints its hosts in another order must not move them.
+        kept = {name: new[name] for name in self.listed if name in new}
+        self.listed = kept | new
+        return added, removed
+
+    def ban(self, name: str, now: float) -> float:
+        """Notes a failure of the host; returns for how long it gets no new processes, possibly forever (infinity)."""
+        self._num_failures[name] = self._num_failures.get(name, 0) + 1
+        if self._cooldown_s is None:
+            pause_s = float("inf")
+        else:
+            least_s, most_s = self._cooldown_s
+            # The random part keeps hosts that failed together from being tried again together.
+            grown_s = least_s * 2.0 ** min(self._num_failures[name] - 1, 30) * (1.0 + self._jitter())
+            pause_s = min(most_s, grown_s)
+        # A longer ban stands: because of the random part, that of the next failure may end earlier.
+        self._banned_until[name] = max(self._banned_until.get(name, 0.0), now + pause_s)
+        return pause_s
+
+    def slots(self, name: str) -> int:
+        """Returns the slots of a host; 0 if it is not listed any more."""
+        return self.listed[name].slots if name in self.listed else 0
+
+    def is_usable(self, name: str, now: float) -> bool:
+        """Returns whether new processes may be started there."""
+        return name in self.listed and now >= self._banned_until.get(name, 0.0)
+
+    def next_return(self, now: float) -> float:
+        """Returns when the next cooldown ends; infinity if none does."""
+        times = (until for name, until in self._banned_until.items() if name in self.listed and until > now)
+        return min(times, default=float("inf"))
+
 
 # ---- orders ----
 

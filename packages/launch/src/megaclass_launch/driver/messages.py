@@ -7,13 +7,11 @@ workers of the agent that sent it.
 import time
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.failure_report import stopped_message
 from megaclass_launch.driver.generations import dismiss_agent
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import JobState, Order
-from megaclass_launch.driver.job_end import ban, end, note_failure, resume
-from megaclass_launch.driver.lost_agents import end_because_of_silence, lose
-from megaclass_launch.driver.outcome import Outcome
+from megaclass_launch.driver.job_end import ban, end, end_because_of_silence, lose, note_failure, resume
+from megaclass_launch.driver.outcome import Outcome, stopped_message
 from megaclass_launch.driver.rank_table import WorkerRecord
 from megaclass_launch.driver.start import greet
 from megaclass_launch.elastic.worker import Why

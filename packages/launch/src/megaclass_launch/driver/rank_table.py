@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megaclass_launch.driver.failure_report import LastLines, failure_report, headline
+from megaclass_launch.driver.outcome import LastLines, failure_report, headline
 from megaclass_launch.elastic.worker import Why
 
 _LEFT_EARLY_S = 60.0

@@ -133,8 +133,8 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
             if re.search(pattern, stderr, re.IGNORECASE):
                 copy = login_command(host, settings, "ssh-copy-id")
                 return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
-        # ssh explains why it cannot connect. If a signal ended the agent there, it only returns 255.
-        if not stderr.strip():
+        # ssh explains why it cannot connect. If a signal ended the agent there, it only returns 255, and warns as usual.
+        if not re.sub(r"^(\*\*|Warning:).*$", "", stderr, flags=re.MULTILINE).strip():
             return "its agent was ended by a signal before it could report", (
                 f"did an administrator or the kernel, out of memory, kill it? See `dmesg` there, and `{login} true`"
             )

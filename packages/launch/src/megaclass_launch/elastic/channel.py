@@ -141,7 +141,7 @@ def inherited_channel(env: Mapping[str, str]) -> Channel | None:
     except OSError as error:
         raise LaunchError(
             f"The connection of this rank to its agent (file {number}, {FD_NAME}) is not open: {error}. A program between "
-            f"`megaclass run` and this process has closed it, as Python's subprocess does unless it is given close_fds=False."
+            f"the launcher and this process has closed it, as Python's subprocess does unless it is given close_fds=False."
         ) from error
     # Programs that this rank starts get no copy: the agent would not notice the end of the rank.
     os.set_inheritable(connection.fileno(), False)

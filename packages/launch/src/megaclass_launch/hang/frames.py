@@ -9,7 +9,6 @@ from megaclass_launch import rank_status
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_LOADER = re.compile(r"^loader process (\d+): (\w+)(?:; (.*))?$")
 # Files of other packages and of Python's library: the place that interests the reader is the one that called them.
 _LIBRARY = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/")
 
@@ -48,8 +47,6 @@ def threads_of(stacks: str, package: str) -> dict[int, Thread]:
     threads: dict[int, Thread] = {}
     current: Thread = []
     for line in stacks.splitlines():
-        if _LOADER.match(line):
-            break
         if match := _THREAD.match(line):
             current = threads.setdefault(int(match[1], 16), [])
         elif match := _FRAME.match(line):
@@ -57,34 +54,6 @@ def threads_of(stacks: str, package: str) -> dict[int, Thread]:
             own_path = file.removeprefix(f"{package}/") if package and file.startswith(f"{package}/") else ""
             current.append(Frame(file, match[2], match[3], own_path))
     return threads
-
-
-@dataclass(frozen=True, slots=True)
-class Loader:
-    """A loader process of a rank, as loaders.py describes it."""
-
-    pid: int
-    state: str
-    """answered, stopped (by SIGSTOP) or silent."""
-    call: str
-    """File operation in which one of its threads waits."""
-    busy: Thread
-    """The thread that reads or decodes an image; empty if all wait for work."""
-
-
-def loaders_of(stacks: str, package: str) -> list[Loader]:
-    """Returns the loader processes whose stacks follow those of their rank."""
-    lines = stacks.splitlines()
-    heads = [index for index, line in enumerate(lines) if _LOADER.match(line)]
-    found = []
-    # Not strict: a rank may wait for a loader process of which nothing was found, and then there are no heads.
-    for start, stop in zip(heads, [*heads[1:], len(lines)], strict=False):
-        head = _LOADER.match(lines[start])
-        assert head is not None
-        threads = threads_of("\n".join(lines[start + 1 : stop]), package).values()
-        busy = next((one for one in threads if one and not is_idle(one)), [])
-        found.append(Loader(int(head[1]), head[2], head[3] or "", busy))
-    return found
 
 
 def main_thread_of(threads: dict[int, Thread], identifier: int) -> Thread:
@@ -130,14 +99,9 @@ def waits_for_other_thread(thread: Thread) -> bool:
     return bool(thread) and thread[0].file.endswith(names)
 
 
-def waits_for_loader(thread: Thread) -> bool:
-    """Tells whether a thread waits for a batch from the loader processes of its rank."""
+def waits_for_helper(thread: Thread) -> bool:
+    """Tells whether a thread waits for a process that the rank has started, such as a loader."""
     return any(frame.waits(rank_status.wait_for_helper) for frame in thread)
-
-
-def is_idle(thread: Thread) -> bool:
-    """Tells whether a thread waits for work, or for another thread."""
-    return waits_for_other_thread(thread) or any(frame.waits(rank_status.wait_for_work) for frame in thread)
 
 
 def busy_thread(threads: Sequence[Thread]) -> Thread:
@@ -146,7 +110,7 @@ def busy_thread(threads: Sequence[Thread]) -> Thread:
     That is one that runs code of the rank's package, a reader of images for example.
     """
     for thread in threads:
-        if not is_idle(thread) and any(frame.own_path for frame in thread):
+        if not waits_for_other_thread(thread) and any(frame.own_path for frame in thread):
             return thread
     return []
 

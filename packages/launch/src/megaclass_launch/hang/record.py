@@ -60,7 +60,7 @@ def _text_of(report: RankReport) -> str:
         ("steps done", str(report.step) if report.step >= 0 else ""),
         ("phase", " ".join(part for part in (report.phase, report.detail) if part)),
         ("main thread waits in", report.waits_for),
-        ("another thread waits in", report.file_wait),
+        ("another thread or process waits in", report.file_wait),
     ):
         if value:
             lines.append(f"{title}: {value}")

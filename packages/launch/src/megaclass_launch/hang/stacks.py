@@ -3,7 +3,7 @@
     the rank registered (give_stacks)  its page says so: STACKS_SIGNAL, upon which faulthandler writes into the page's file
     any other Python program           SIGABRT: with PYTHONFAULTHANDLER=1 it prints its stacks on stderr, and ends
     stopped (T), in the kernel (D)     cannot answer; the kernel's own view of it is reported instead
-    loader processes of a rank         asked with it; their stacks follow its own, see AskedLoader
+    processes that a rank has started  not asked: the kernel tells for which file they wait, or that they are stopped
 
 SIGABRT is sent only after all else is known, because it ends the process: the job is about to be ended anyway.
 """
@@ -13,39 +13,30 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaclass_launch.rank_status import LOADER_FILE_NAME, STACKS_SIGNAL, RankStatus, StatusPage
+from megaclass_launch.rank_status import STACKS_SIGNAL, RankStatus, StatusPage
 
 # ---- process state ----
-# The kernel's view of a process that may hang: whether it is stopped, and what its threads wait
-# for.
+# The kernel's view of a process that may hang: whether it is stopped, and for which file its threads
+# wait.
 
-# Numbers of the system calls in which programs wait, by machine; the first argument of those in _OF_FILES is a descriptor.
-_CALLS = {
+# Numbers of the system calls that may wait for a file, by machine.
+_FILE_CALLS = {
     "x86_64": {
-        0: "read", 1: "write", 2: "open", 4: "stat", 5: "fstat", 6: "lstat", 7: "poll", 16: "ioctl", 17: "pread", 18: "pwrite",
-        19: "readv", 20: "writev", 23: "select", 34: "pause", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto",
-        45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync",
-        202: "futex", 217: "getdents", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat",
-        262: "newfstatat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 295: "preadv", 332: "statx",
+        0: "read", 1: "write", 2: "open", 4: "stat", 5: "fstat", 6: "lstat", 17: "pread", 18: "pwrite", 19: "readv",
+        20: "writev", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 217: "getdents", 257: "openat",
+        262: "newfstatat", 295: "preadv", 332: "statx",
     },
     "aarch64": {
-        22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 61: "getdents", 63: "read", 64: "write",
-        65: "readv", 66: "writev", 67: "pread", 68: "pwrite", 72: "pselect6", 73: "ppoll", 79: "newfstatat", 80: "fstat",
-        82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 203: "connect",
-        206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 260: "wait4", 291: "statx",
+        25: "fcntl", 32: "flock", 56: "openat", 61: "getdents", 63: "read", 64: "write", 65: "readv", 66: "writev",
+        67: "pread", 68: "pwrite", 69: "preadv", 79: "newfstatat", 80: "fstat", 82: "fsync", 83: "fdatasync", 291: "statx",
     },
 }  # fmt: skip
-_OF_FILES = {
-    *("read", "write", "pread", "pwrite", "readv", "writev", "preadv", "fstat", "flock", "fsync", "fdatasync"),
-    *("getdents", "fcntl", "ioctl", "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept"),
-}
-ASLEEP = ("nanosleep", "clock_nanosleep", "pause")
-_WAITS_FOR_FILE = ("read", "pread", "readv", "preadv", "open", "openat", "stat", "lstat", "fstat", "newfstatat", "statx",
-                   "getdents", "flock", "fcntl", "fsync", "fdatasync", "write", "pwrite", "writev")  # fmt: skip
+_WITHOUT_DESCRIPTOR = ("open", "openat", "stat", "lstat", "newfstatat", "statx")
+"""Their first argument is not the descriptor of the file."""
 
 
 def state_of(pid: int) -> str:
@@ -68,8 +59,8 @@ def children_of(pid: int) -> list[int]:
     return sorted(found)
 
 
-def system_call(pid: int, thread: int) -> str:
-    """Returns what a thread waits for, such as "read of /data/train.rec" or "futex"; empty if it runs or cannot be asked."""
+def file_call(pid: int, thread: int) -> str:
+    """Returns the file operation in which a thread waits, such as "read of /data/train.rec"; empty if it waits in none."""
     try:
         fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
     except OSError:
@@ -77,33 +68,44 @@ def system_call(pid: int, thread: int) -> str:
     # "running", or -1 for a thread that is in no system call.
     if len(fields) < 2 or not fields[0].isdecimal():
         return ""
-    name = _CALLS.get(platform.machine(), {}).get(int(fields[0]), f"system call {fields[0]}")
-    if name not in _OF_FILES:
+    name = _FILE_CALLS.get(platform.machine(), {}).get(int(fields[0]), "")
+    if not name or name in _WITHOUT_DESCRIPTOR:
         return name
-    with contextlib.suppress(OSError, ValueError):
-        return f"{name} of {Path(f'/proc/{pid}/fd/{int(fields[1], 16)}').readlink()}"
-    return name
-
-
-def main_thread_waits_for(pid: int) -> str:
-    """Describes what the main thread does: the system call in which it waits, or that it computes."""
-    call = system_call(pid, pid)
-    return call or ("running on the CPU" if state_of(pid) == "R" else "")
+    try:
+        target = str(Path(f"/proc/{pid}/fd/{int(fields[1], 16)}").readlink())
+    except (OSError, ValueError):
+        return ""  # it does not wait any more
+    # Threads that wait for events in sockets, pipes and the like wait for no file.
+    return "" if target.startswith(("socket:", "anon_inode:", "pipe:", "/dev/nvidia")) else f"{name} of {target}"
 
 
 def file_wait(pid: int) -> str:
-    """Returns the file operation in which some other thread waits, a reader thread for example; empty if there is none."""
-    try:
-        threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return ""
-    for thread in sorted(threads):
-        call = system_call(pid, thread) if thread != pid else ""
-        name, _, target = call.partition(" of ")
-        # Libraries keep threads that wait for events in sockets, pipes and the like; those are idle.
-        if name in _WAITS_FOR_FILE and not target.startswith(("socket:", "anon_inode:", "pipe:")):
-            return call
+    """Returns for what a process waits outside of its main thread; empty if there is nothing of the kind.
+
+    That is a file operation of another thread, such as one that reads images, or of a process that it has started, such as
+    a loader; or such a process that is stopped: "process 4711, stopped by SIGSTOP".
+    """
+    if call := _file_call_of(thread for thread in _threads_of(pid) if thread[1] != pid):
+        return call
+    children = children_of(pid)
+    # Python starts loader processes through a server, which then is their parent.
+    for child in (*children, *(one for server in children for one in children_of(server))):
+        if state_of(child) in ("T", "t"):
+            return f"process {child}, stopped by SIGSTOP; SIGCONT continues it"
+        if call := _file_call_of(_threads_of(child)):
+            return f"{call} in process {child}"
     return ""
+
+
+def _file_call_of(threads: Iterable[tuple[int, int]]) -> str:
+    return next((call for pid, thread in threads if (call := file_call(pid, thread))), "")
+
+
+def _threads_of(pid: int) -> list[tuple[int, int]]:
+    try:
+        return [(pid, thread) for thread in sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())]
+    except OSError:
+        return []
 
 
 # ---- look clock ----
@@ -135,91 +137,6 @@ class LookClock:
         self._looked_at = self._since = now
 
 
-# ---- loaders ----
-# Collects the stacks of a rank's loader processes, for which its main thread may wait.
-#
-# A loader process writes them into a file in memory of its own, which is found among its open
-# files. They follow the rank's own stacks in the same text, each process under a heading that
-# frames.py reads:
-#
-#     loader process 4711: answered; read of /data/000123.jpg
-#     Thread 0x… (most recent call first):
-
-_MAX_BYTES = 1 << 13
-"""Per loader process. Its innermost frames come first."""
-_MAX_LOADERS = 4
-"""Further processes of a rank read the same data; their stacks would crowd out the rank's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskedLoader:
-    """A loader process that was asked for its stacks."""
-
-    pid: int
-    call: str
-    """File operation in which one of its threads waits."""
-    file: Path
-    begins_at: int
-    """Size of the file before it was asked: an earlier answer stays in it."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Asked for when it is needed: SIGSTOP takes a moment to reach the threads of a process on a busy machine."""
-        return state_of(self.pid) in ("T", "t")
-
-    def answer(self) -> str:
-        """Returns what it has written since it was asked; empty if that is nothing."""
-        with contextlib.suppress(OSError), self.file.open("rb") as file:
-            file.seek(self.begins_at)
-            return file.read(_MAX_BYTES).decode(errors="replace")
-        return ""
-
-
-def ask_loaders(rank_pid: int) -> list[AskedLoader]:
-    """Asks the loader processes of a rank for their stacks; waits for nothing."""
-    asked = []
-    children = children_of(rank_pid)
-    # A rank starts its loader processes through a server, which then is their parent.
-    for pid in (*children, *(one for child in children for one in children_of(child))):
-        if (file := _stacks_file(pid)) is None:
-            continue
-        with contextlib.suppress(OSError):
-            loader = AskedLoader(pid, file_wait(pid), file, file.stat().st_size)
-            # A process that is stopped answers when it continues, into a file that is not read any more.
-            os.kill(pid, STACKS_SIGNAL)
-            asked.append(loader)
-        if len(asked) == _MAX_LOADERS:
-            break
-    return asked
-
-
-def have_answered(loaders: list[AskedLoader]) -> bool:
-    """Tells whether every loader process that can answer has begun to."""
-    return all(loader.is_stopped or loader.answer() for loader in loaders)
-
-
-def loader_stacks(loaders: list[AskedLoader]) -> str:
-    """Returns the answers under their headings; empty if there are no loader processes."""
-    parts = []
-    for loader in loaders:
-        text = loader.answer()
-        state = "stopped" if loader.is_stopped else "answered" if text else "silent"
-        parts.append(f"loader process {loader.pid}: {state}" + (f"; {loader.call}" if loader.call else ""))
-        parts.append(text)
-    return "\n".join(parts)
-
-
-def _stacks_file(pid: int) -> Path | None:
-    """Returns the file into which a process writes its stacks; None if it is not a loader process."""
-    with contextlib.suppress(OSError):
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            # A file that is closed meanwhile is passed over.
-            with contextlib.suppress(OSError):
-                if str(file.readlink()).startswith(f"/memfd:{LOADER_FILE_NAME}"):
-                    return file
-    return None
-
-
 MAX_STACK_BYTES = 1 << 16
 ANSWER_S = 2.5
 """How long a rank may take for its stacks. The handler runs at once unless the process gets no CPU."""
@@ -241,11 +158,11 @@ class RankReport:
     detail: str = ""
     main_thread: int = 0
     waits_for: str = ""
-    """System call in which the main thread waits."""
+    """File operation in which the main thread waits."""
     file_wait: str = ""
-    """File operation in which another thread waits."""
+    """File operation in which another thread, or a process that the rank has started, waits; see file_wait()."""
     stacks: str = ""
-    """Text of Python's faulthandler, of the rank and then of its loader processes."""
+    """Text of Python's faulthandler."""
     package: str = ""
     """The folder of megaclass in the rank's process; empty if the rank does not use it."""
 
@@ -294,7 +211,7 @@ def collect(
             settled[watched.rank] = settled.get(watched.rank, 0) + 1 if is_same else 0
             texts[watched.rank] = text
             # Two more looks: faulthandler writes thread after thread, and a busy host may pause it in between.
-            if settled[watched.rank] >= 2 and have_answered(found[watched.rank].loaders):
+            if settled[watched.rank] >= 2:
                 waiting.remove(watched)
     return [_report(watched, found[watched.rank], host, texts.get(watched.rank, b"")) for watched in ranks]
 
@@ -306,7 +223,6 @@ class _Asked:
     state: str
     waits_for: str
     file_wait: str
-    loaders: list[AskedLoader]
 
 
 def _asked(watched: WatchedRank) -> _Asked:
@@ -315,7 +231,7 @@ def _asked(watched: WatchedRank) -> _Asked:
     # The process that was started may be a shell; the rank itself has written its own pid into the page.
     pid = status.pid or watched.pid
     state = _STATES.get(state_of(pid), "silent")
-    asked = _Asked(status, pid, state, main_thread_waits_for(pid), file_wait(pid), ask_loaders(pid))
+    asked = _Asked(status, pid, state, file_call(pid, pid), file_wait(pid))
     if state == "silent" and status.gives_stacks:
         # A page is used again, and an older answer must not be taken for the new one.
         watched.page.forget_stacks()
@@ -339,7 +255,7 @@ def _report(watched: WatchedRank, asked: _Asked, host: str, text: bytes) -> Rank
         waits_for=asked.waits_for,
         file_wait=asked.file_wait,
         package=asked.status.package,
-        stacks=stacks + loader_stacks(asked.loaders) if has_stacks else "",
+        stacks=stacks if has_stacks else "",
     )
 
 

@@ -6,30 +6,27 @@ The rules, in this order; the first that tells some ranks from the others decide
     2  ranks that have finished fewer steps than others
     3  ranks that are in no collective while others wait in one
     4  ranks in another collective, or another place, than most: of two equally large groups both are named
-    5  ranks in the same place that wait for something else in the kernel (asleep, in a file)
 
 Otherwise no rank is odd, and the verdict says where all of them wait. Standard library only.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megaclass_launch.hang.frames import (
-    Loader,
     Thread,
     busy_thread,
     collective_of,
-    loaders_of,
     main_thread_of,
     place_of,
     threads_of,
     waits_for_gpu,
-    waits_for_loader,
+    waits_for_helper,
     waits_for_other_thread,
     waits_for_ranks,
 )
-from megaclass_launch.hang.stacks import ASLEEP, RankReport
+from megaclass_launch.hang.stacks import RankReport
 
 _SHOWN = 4
 _UNANSWERED = ("lost", "stopped", "kernel", "silent", "ended")
@@ -59,8 +56,7 @@ class _Place:
     collective: str
     where: str
     call: str
-    loader: Loader | None
-    """The loader process for which the rank waits, if it does and the process cannot answer."""
+    """File operation or process for which it waits."""
 
     @property
     def is_waiting(self) -> bool:
@@ -94,12 +90,7 @@ def _may_end(places: list[_Place]) -> bool:
         return True
     # A rank that waits outside a collective, for example in a socket, waits in vain if another one is gone.
     has_lost_one = any(place.report.state in _GONE for place in places)
-    return has_lost_one and any(place.report.state == "answered" and _waits_in_kernel(place) for place in places)
-
-
-def _waits_in_kernel(place: _Place) -> bool:
-    """Tells whether the rank waits for something other than a file or the clock."""
-    return place.call not in ("", "running on the CPU") and _kind_of_call(place) == "other"
+    return has_lost_one and any(place.report.state == "answered" and not place.call for place in places)
 
 
 def _place(report: RankReport) -> _Place:
@@ -114,29 +105,10 @@ def _place(report: RankReport) -> _Place:
     if not collective and waits_for_other_thread(main) and (busy := busy_thread(list(threads.values()))):
         # A main thread that waits for one of its own threads says nothing: that thread shows what the rank is doing.
         shown, call = busy, report.file_wait or call
-    loader = (
-        _loader_to_blame(loaders_of(report.stacks, report.package))
-        if not collective and waits_for_loader(main)
-        else None
-    )
-    if loader is not None and loader.busy:
-        shown, call = loader.busy, loader.call or call
+    if not collective and waits_for_helper(main):
+        call = report.file_wait or call
     frame = place_of(shown)
-    where = f"in {frame.shown()} ({frame.function})" if frame else ""
-    if loader is not None and loader.busy:
-        where += " of a loader process"
-    return _Place(report, main, collective, where, call, None if loader is None or loader.busy else loader)
-
-
-def _loader_to_blame(loaders: list[Loader]) -> Loader | None:
-    """Returns a loader process that is stopped, or else one that waits for a file, works, or does not answer."""
-    rules: tuple[Callable[[Loader], bool], ...] = (
-        lambda loader: loader.state == "stopped",
-        lambda loader: bool(loader.busy and loader.call),
-        lambda loader: bool(loader.busy),
-        lambda loader: loader.state == "silent",
-    )
-    return next((loader for applies in rules for loader in loaders if applies(loader)), None)
+    return _Place(report, main, collective, f"in {frame.shown()} ({frame.function})" if frame else "", call)
 
 
 # ---- the rules ----
@@ -153,22 +125,10 @@ def _suspects(places: list[_Place]) -> list[_Place]:
     # A minority that computes while the others wait. With two ranks one is enough; otherwise half is the most.
     if 0 < len(busy) < len(places) and (len(busy) * 2 <= len(places) or len(places) == 2):
         return busy
-    return _odd(places, lambda place: place.collective or place.where) or _odd(places, _kind_of_call)
-
-
-def _odd(places: list[_Place], key: Callable[[_Place], Hashable]) -> list[_Place]:
-    """Returns the places that differ from the most frequent one; of two ranks that differ, the second."""
     # Of equally frequent places the one of the lowest rank counts as usual, because Counter keeps the order of insertion.
-    counts = Counter(map(key, places)).most_common()
-    if len(counts) < 2:
-        return []
-    return [place for place in places if key(place) != counts[0][0]]
-
-
-def _kind_of_call(place: _Place) -> str:
-    name, _, target = place.call.partition(" of ")
-    is_file = bool(target) and not target.startswith(("socket:", "anon_inode:", "pipe:", "/dev/nvidia"))
-    return "asleep" if name in ASLEEP else "file" if is_file else "other"
+    # So, of two ranks that differ, the second is odd.
+    [(usual, _), *_] = Counter(place.collective or place.where for place in places).most_common()
+    return [place for place in places if (place.collective or place.where) != usual]
 
 
 # ---- words ----
@@ -189,31 +149,15 @@ def _describe(place: _Place) -> str:
         case "ended":
             return f"{name}: its process has ended"
         case "silent":
-            call = f"; its main thread is {_call_in_words(report.waits_for)}" if report.waits_for else ""
+            call = f"; its main thread is waiting in {report.waits_for}" if report.waits_for else ""
             return f"{name}: gives no Python stacks (another kind of program, or no CPU time){call}"
     is_known = report.phase in ("", "training") or bool(place.collective)
     behind = "" if is_known else f" ({report.phase})"
     if place.collective:
         at = f" at {place.where.removeprefix('in ')}" if place.where else ""
         return f"{name}: waits in {place.collective}{_of_step(report)}{at}"
-    doing = _call_in_words(place.call) if place.loader is None else _loader_in_words(place.loader)
-    return f"{name}: {place.where or 'without a Python frame'}, {doing}{behind}"
-
-
-def _loader_in_words(loader: Loader) -> str:
-    how = "is stopped by SIGSTOP; SIGCONT continues it" if loader.state == "stopped" else "gives no Python stacks"
-    return f"waiting for its loader process (pid {loader.pid}), which {how}"
-
-
-def _call_in_words(call: str) -> str:
-    name, _, target = call.partition(" of ")
-    if name in ASLEEP:
-        return "asleep"
-    if not call:
-        return "in native code"
-    if call == "running on the CPU":
-        return "computing"
-    return f"waiting in {name} of {target}" if target else f"waiting in native code ({name})"
+    doing = f", waiting {'for' if place.call.startswith('process ') else 'in'} {place.call}" if place.call else ""
+    return f"{name}: {place.where or 'without a Python frame'}{doing}{behind}"
 
 
 def _describe_others(others: list[_Place], num_suspects: int) -> str:

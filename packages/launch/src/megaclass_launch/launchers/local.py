@@ -17,7 +17,7 @@ from pathlib import Path
 from megaclass_launch import operating_system
 from megaclass_launch.agent.supervisor import Supervisor, Worker, default_threads
 from megaclass_launch.driver import driver
-from megaclass_launch.driver.failure_report import headline, stopped_message
+from megaclass_launch.driver.outcome import headline, stopped_message
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
 from megaclass_launch.hang.record import keep_stacks, keep_verdict, new_name

@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megaclass_launch.driver.failure_report import LastLines, failure_report, headline
-from megaclass_launch.driver.outcome import Outcome, OutcomeDecision, Reason
+from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, Reason, failure_report, headline
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.driver.restarts import StartResult, run_job
 from megaclass_launch.errors import LaunchError

@@ -47,9 +47,19 @@ def add_evaluate_commands(commands: "Commands") -> None:
         metavar="DATA",
         help="labelled images to classify, as for data.path: a folder per class, .rec or tar files",
     )
-    evaluate.add_argument("--gallery", type=Path, help="known people: a folder of identities, or embeddings .npy")
+    evaluate.add_argument(
+        "--gallery",
+        type=Path,
+        help="what is searched: a folder of identities, a list .txt, or embeddings .npy",
+    )
     evaluate.add_argument(
         "--probes", type=Path, help="people to search for: a folder of identities, or embeddings .npy"
+    )
+    evaluate.add_argument(
+        "--queries",
+        type=Path,
+        help="images to retrieve the gallery's entries of the same identity for: a folder of identities, a list .txt, or "
+        "embeddings .npy",
     )
     evaluate.add_argument(
         "--distractors", type=Path, help="distractors of MegaFace: images, embeddings .npy or its feature files"
@@ -165,6 +175,7 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
             classify=options.classify,
             gallery=options.gallery,
             probes=options.probes,
+            queries=options.queries,
             distractors=options.distractors,
             training_data=options.training_data,
             out=options.out,

@@ -300,7 +300,7 @@ class TrainConfig:
     evaluate_epochs: float = field(default=0.0, metadata=MAY_CHANGE | within("0 or more"))
     """Number of epochs between evaluations, by which the best checkpoint is chosen; 0 evaluates at the end only."""
     evaluate_sets: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
-    """Names of the .bin files next to the data to evaluate on, such as ["lfw", "agedb_30"]; empty means all."""
+    """Sets to evaluate: names of .bin files next to the data, or paths of images to classify; empty: all next to the data."""
     patience: int = field(default=0, metadata=MAY_CHANGE | within("0 or more"))
     """End the run after this many evaluations in a row without a better accuracy on the first evaluation set; 0 disables."""
     checkpoint_epochs: float = field(default=1.0, metadata=MAY_CHANGE | within("above 0"))

@@ -26,6 +26,9 @@ def process_map(
         return
     # Never fork: the caller may hold threads and a process group.
     context = multiprocessing.get_context("spawn")
+    # New processes start with `python -c`, which would import files of the current folder in place of Python's modules.
+    is_safe = "PYTHONSAFEPATH" in os.environ
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_prepare_worker)
     waiting: deque[Future[Result]] = deque()
     try:
@@ -41,6 +44,8 @@ def process_map(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        if not is_safe:
+            del os.environ["PYTHONSAFEPATH"]
 
 
 def _prepare_worker() -> None:

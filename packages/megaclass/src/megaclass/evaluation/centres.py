@@ -48,7 +48,7 @@ class ClassShard:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Centres:
+class ModelCentres:
     """Class centres that are read in parts: they need not fit into memory."""
 
     classes: ClassList
@@ -92,12 +92,14 @@ def names_of(classes: ClassList, numbers: Collection[int]) -> dict[int, str]:
     return {number: name.decode(errors="replace") for number, name in listed if number in numbers}
 
 
-def centres_in_memory(weight_RD: Tensor, names: Sequence[str]) -> Centres:
+def centres_in_memory(weight_RD: Tensor, names: Sequence[str]) -> ModelCentres:
     classes = ClassList.of([name.encode() for name in names], "the centres")
-    return Centres(classes=classes, num_rows=len(weight_RD), rows=lambda start, stop: weight_RD[start:stop].float())
+    return ModelCentres(
+        classes=classes, num_rows=len(weight_RD), rows=lambda start, stop: weight_RD[start:stop].float()
+    )
 
 
-def read_run_centres(run: Path) -> Centres:
+def read_run_centres(run: Path) -> ModelCentres:
     """Opens the centres of the newest undamaged checkpoint of the run."""
     folder, reasons = newest_whole(run / "checkpoints")
     if folder is None:
@@ -134,10 +136,10 @@ def read_run_centres(run: Path) -> Centres:
             first += num_rows
         return parts[1] if len(parts) == 2 else torch.cat(parts)
 
-    return Centres(classes=saved_classes(folder, manifest), num_rows=total, rows=rows)
+    return ModelCentres(classes=saved_classes(folder, manifest), num_rows=total, rows=rows)
 
 
-def read_exported_centres(path: Path) -> Centres:
+def read_exported_centres(path: Path) -> ModelCentres:
     """Opens a centres.safetensors: `centres` (C, M, D), `names_utf8` with all names in a row, and `name_ends` (C,)."""
     from safetensors import SafetensorError, safe_open
 
@@ -148,7 +150,8 @@ def read_exported_centres(path: Path) -> Centres:
         named = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         for name in named:
             name.decode()
-        classes = ClassList.of(named, str(path))
+        has_names = any(name != b"%d" % number for number, name in enumerate(named))
+        classes = ClassList.of(named, str(path)) if has_names else ClassList(len(named))
     except (SafetensorError, OSError, ValueError, TypeError, CheckpointError) as error:
         raise DataError(f"Cannot read {path} as class centres: {error}") from error
     if classes.num_classes != num_classes or not num_classes or not per_class:
@@ -161,4 +164,4 @@ def read_exported_centres(path: Path) -> Centres:
         rows_RD: Tensor = part[first : first + stop - start]
         return rows_RD
 
-    return Centres(classes=classes, num_rows=num_classes * per_class, rows=rows)
+    return ModelCentres(classes=classes, num_rows=num_classes * per_class, rows=rows)

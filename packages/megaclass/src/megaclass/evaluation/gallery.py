@@ -1,12 +1,13 @@
 """Galleries and probes: the embeddings at a path, with the identity of each row.
 
-A path holds one of three things:
+A path holds one of four things:
 
     embeddings.npy      rows that `megaclass embed` wrote, their paths in embeddings.txt
     folder of *.bin     MegaFace's feature files, one vector per file
     folder of images    embedded by the model that is evaluated
+    list.txt            lines `path<TAB>identity` of images, relative to the list
 
-In all three the folder that directly holds a file names its identity.
+In all but the list the folder that directly holds a file names its identity.
 """
 
 import hashlib
@@ -90,12 +91,32 @@ def open_gallery(evaluator: Evaluator, path: Path) -> Gallery:
     if path.suffix == ".npy":
         return on_every_rank_for_long(lambda: _StoredRows(evaluator, path), device, group)
 
+    if path.suffix == ".txt":
+        listed_files, identities = on_every_rank_for_long(lambda: _read_list(path), device, group)
+        return _ImageFiles(evaluator, path, listed_files, identities)
+
     def listed() -> list[Path]:
         features = sorted(path.rglob("*.bin")) if path.is_dir() else []
         return features or find_images(path)
 
     files = paths_of_main_rank(listed, device, group)
-    return _FeatureFiles(evaluator, path, files) if files[0].suffix == ".bin" else _ImageFolder(evaluator, path, files)
+    kind = _FeatureFiles if files[0].suffix == ".bin" else _ImageFiles
+    return kind(evaluator, path, files, [file.parent.name for file in files])
+
+
+def _read_list(path: Path) -> tuple[list[Path], list[str]]:
+    """Reads lines `path<TAB>identity`; paths are relative to the list."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read the list {path}: {error}") from error
+    fields = [line.split("\t") for line in lines]
+    for number, one in enumerate(fields, start=1):
+        if len(one) != 2 or not all(one):
+            raise DataError(f"Line {number} of {path} is {lines[number - 1][:80]!r}: expected `path<TAB>identity`.")
+    if not fields:
+        raise DataError(f"{path} lists no images: expected lines `path<TAB>identity`.")
+    return [path.parent / name for name, _ in fields], [identity for _, identity in fields]
 
 
 class _StoredRows(Gallery):
@@ -111,25 +132,23 @@ class _StoredRows(Gallery):
         return (row.tobytes() for row in self._mapped_ND[part.start : part.stop])
 
 
-class _FeatureFiles(Gallery):
-    def __init__(self, evaluator: Evaluator, path: Path, files: Sequence[Path]) -> None:
-        super().__init__(evaluator, path, [file.parent.name for file in files])
+class _Files(Gallery):
+    def __init__(self, evaluator: Evaluator, path: Path, files: Sequence[Path], identities: list[str]) -> None:
+        super().__init__(evaluator, path, identities)
         self._files = files
-
-    def rows(self, part: range) -> Rows:
-        # A rank without rows reads one file all the same, to learn the width.
-        rows_ND = read_megaface_features(self._files[part.start : part.stop] or self._files[:1])[: len(part)]
-        return _normalised(self.evaluator, rows_ND, self.path, part.start)
 
     def contents(self, part: range) -> Iterable[bytes]:
         return (read_image_file(file) for file in self._files[part.start : part.stop])
 
 
-class _ImageFolder(Gallery):
-    def __init__(self, evaluator: Evaluator, path: Path, files: Sequence[Path]) -> None:
-        super().__init__(evaluator, path, [file.parent.name for file in files])
-        self._files = files
+class _FeatureFiles(_Files):
+    def rows(self, part: range) -> Rows:
+        # A rank without rows reads one file all the same, to learn the width.
+        rows_ND = read_megaface_features(self._files[part.start : part.stop] or self._files[:1])[: len(part)]
+        return _normalised(self.evaluator, rows_ND, self.path, part.start)
 
+
+class _ImageFiles(_Files):
     def _images(self) -> FileImages:
         return FileImages(paths=self._files, image_size=self.evaluator.image_size, fit=self.evaluator.fit)
 
@@ -143,9 +162,6 @@ class _ImageFolder(Gallery):
     def all_rows(self) -> Rows:
         # The ranks share the work instead of each embedding everything.
         return self.evaluator.embed(self._images()).normalised_ND()
-
-    def contents(self, part: range) -> Iterable[bytes]:
-        return (read_image_file(file) for file in self._files[part.start : part.stop])
 
 
 def read_embeddings(path: Path) -> tuple[Rows, list[str]]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megaclass.errors import DataError
 from megaclass.evaluation.examples import DAMAGED, Examples, packed, unpacked
-from megaclass.evaluation.protocol import Curves, HardPair, SetResult
+from megaclass.evaluation.protocol import NOT_MEASURABLE, Curves, HardPair, SetResult
 from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass_launch.files import make_private_folder, published_file, write_text
 
@@ -40,7 +40,10 @@ def result_lines(result: SetResult) -> list[str]:
     """Returns the details that the command line prints below the headline, or the reason why there are none."""
     if result.error is not None:
         return [result.error]
-    lines = [f"{title}: {cells[0].text}" for title, cells in PROTOCOLS[result.kind].rows([result.numbers])]
+    rows = [(title, cells[0].text) for title, cells in PROTOCOLS[result.kind].rows([result.numbers])]
+    lines = [f"{title}: {text}" for title, text in rows if text != NOT_MEASURABLE]
+    if unmeasured := [title for title, text in rows if text == NOT_MEASURABLE]:
+        lines.append(f"{', '.join(unmeasured)}: not measurable, too few to compare with")
     return [*lines, *remarks_on(result)]
 
 

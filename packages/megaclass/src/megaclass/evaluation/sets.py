@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaclass.data.sources.open_source import check_source
+from megaclass.data.sources.open_source import check_source, verification_files
+from megaclass.data.tools.split import held_out_images
 from megaclass.distributed.agreement import text_of_main_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.protocol import EvaluationSet, Evaluator, SetResult
 from megaclass.evaluation.protocols import PROTOCOLS
+from megaclass.evaluation.protocols.classification import ClassificationProtocol
 from megaclass_launch.errors import UserError
 
 
@@ -43,8 +45,28 @@ def find_sets(paths: Sequence[Path], labelled: Sequence[Path] = ()) -> list[Eval
         found += here
     for path in labelled:
         check_source(path)
-        found.append(EvaluationSet(name=path.stem if path.is_file() else path.name, kind="classification", path=path))
+        found.append(classification_set(path))
     return _with_distinct_names(found)
+
+
+def classification_set(path: Path) -> EvaluationSet:
+    # Not the bare name: `data split` writes pairs of the images in holdout/ to holdout.bin.
+    name = f"{path.stem if path.is_file() else path.name}-classes"
+    return EvaluationSet(name=name, kind=ClassificationProtocol.kind, path=path)
+
+
+def sets_in_training(data_path: str, wanted: Sequence[str]) -> list[EvaluationSet]:
+    """Returns the sets that a run evaluates: those that lie next to its data, or the wanted ones of them.
+
+    Next to the data lie `.bin` files, a holdout.rec, and the other part of `data split --images`. wanted: names of sets, or
+    paths of labelled images anywhere.
+    """
+    labelled = held_out_images(data_path)
+    near = _with_distinct_names([*find_sets(verification_files(data_path)), *map(classification_set, labelled)])
+    if not wanted:
+        return near
+    named = {one.name: one for one in near}
+    return _with_distinct_names([named.get(name) or classification_set(Path(name)) for name in wanted])
 
 
 def sets_of_main_rank(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaclass.data.decode import Fit
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import Centres
+from megaclass.evaluation.centres import ModelCentres
 from megaclass.evaluation.embed import OnProgress, embed_part
 from megaclass.evaluation.examples import DAMAGED, Examples, Judged, examples_of, images_of, packed, unpacked
 from megaclass.evaluation.images import SourceImages
@@ -36,7 +36,7 @@ _MAX_MULTIPLICATIONS = 10**11
 def examine_training_images(
     network: nn.Module,
     source: ImageSource,
-    centres: Centres,
+    centres: ModelCentres,
     *,
     image_size: ImageSize,
     fit: Fit,
@@ -86,7 +86,7 @@ def _embedded_sample(
 
 
 def _compared(
-    indices_N: NDArray[np.int64], embeddings_ND: Tensor, labels_N: NDArray[np.int64], centres: Centres
+    indices_N: NDArray[np.int64], embeddings_ND: Tensor, labels_N: NDArray[np.int64], centres: ModelCentres
 ) -> Judged:
     """Compares the images with all centres, one block of centres at a time."""
     own, other, others = np.full(len(labels_N), -2.0), np.full(len(labels_N), -2.0), np.zeros(len(labels_N), np.int64)

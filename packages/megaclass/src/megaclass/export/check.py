@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.errors import CheckpointError, ExportError
+from megaclass.evaluation.centres import ModelCentres
 from megaclass.image_size import ImageSize, height_and_width
 from megaclass.inference import LoadedModel, load
 
@@ -22,6 +23,8 @@ class ExportJob:
     model: LoadedModel
     run: Path | None
     """Run folder of the model; None for a model file without a run."""
+    centres: ModelCentres | None
+    """Class centres of the model; None if it has none."""
     folder: Path
     """Folder to write into. It becomes `out` when everything is written and checked."""
     out: Path

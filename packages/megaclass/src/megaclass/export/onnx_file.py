@@ -10,7 +10,7 @@ import importlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megaclass.errors import ExportError
-from megaclass.export.check import Exporter, ExportJob, fixed_inputs, require_same_embeddings
+from megaclass.evaluation.centres import ModelCentres
+from megaclass.evaluation.protocols.classification import no_centres
+from megaclass.evaluation.search import unit_rows_or_zero
+from megaclass.export.check import MAX_NORM_DIFFERENCE, Exporter, ExportJob, fixed_inputs, require_same_embeddings
 from megaclass.image_size import ImageSize
 from megaclass_launch.files import published_file
 
@@ -60,7 +63,7 @@ def export_onnx(
         _write(path, unfinished, exported, inputs[:2], metadata or {})
         require_same_embeddings(
             path,
-            lambda images: _embed_with_onnxruntime(path, unfinished, exported, images),
+            lambda images: _run_onnx(path, unfinished, exported, images),
             exported,
             inputs,
             "the ONNX model",
@@ -79,8 +82,16 @@ def _require_packages() -> None:
 
 
 def _write(
-    path: Path, unfinished: Path, exported: nn.Module, example: torch.Tensor, metadata: Mapping[str, str]
+    path: Path,
+    unfinished: Path,
+    exported: nn.Module,
+    example: torch.Tensor,
+    metadata: Mapping[str, str],
+    outputs: Sequence[str] = ("embedding",),
+    *,
+    is_split: bool = False,
 ) -> None:
+    """is_split: write the weights to a second file, FILE.data."""
     with _silenced_exporter() as chatter:
         try:
             program = torch.onnx.export(
@@ -88,7 +99,7 @@ def _write(
                 (example,),
                 dynamo=True,
                 input_names=["input"],
-                output_names=["embedding"],
+                output_names=list(outputs),
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
                 external_data=False,
                 verbose=False,
@@ -99,11 +110,11 @@ def _write(
             ) from error
         assert program is not None
         program.model.metadata_props.update(sorted(metadata.items()))
-        program.save(unfinished, external_data=False)
+        program.save(unfinished, external_data=is_split)
 
 
-def _embed_with_onnxruntime(
-    path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor
+def _run_onnx(
+    path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor, output: int = 0
 ) -> NDArray[np.float64]:
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as failures
@@ -119,7 +130,7 @@ def _embed_with_onnxruntime(
                 f"uses the batch size as a plain number: take it from x.shape[0], not len(x), and use -1 or flatten in "
                 f"reshapes."
             )
-        (got_BD,) = session.run(["embedding"], {"input": inputs.numpy()})
+        (got_BD,) = session.run([session.get_outputs()[output].name], {"input": inputs.numpy()})
     # onnxruntime's exceptions have no common base class; a bad model causes these.
     except (
         failures.Fail,
@@ -160,3 +171,71 @@ def _export(job: ExportJob) -> None:
 
 
 EXPORTER = Exporter(file=_FILE, write=_export, usage=_USAGE)
+
+
+# ---- with the class centres: the closest classes of an image -------------------------------------------------------
+
+_CLASSIFIER_FILE, _NAMES_FILE, _TOP = "classifier.onnx", "classes.txt", 5
+_CLASSIFIER_USAGE = """```python
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+names = open("classes.txt", encoding="utf-8").read().splitlines()
+session = onnxruntime.InferenceSession("classifier.onnx")
+pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
+batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
+classes, cosines = session.run(["class", "cosine"], {"input": batch})
+print([names[number] for number in classes[0]], cosines[0])
+```"""
+
+
+class _Classifier(nn.Module):
+    """A backbone followed by the comparison with all class centres."""
+
+    centres_DR: torch.Tensor
+
+    def __init__(self, backbone: nn.Module, centres: ModelCentres) -> None:
+        super().__init__()
+        self.backbone, self.rows_per_class = backbone, centres.rows_per_class
+        self.num_named = min(_TOP, centres.num_classes)
+        self.register_buffer("centres_DR", unit_rows_or_zero(centres.all_rows()).T.contiguous())
+
+    def forward(self, images_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        embeddings_BD = self.backbone(images_B)
+        cosines_BC = nn.functional.normalize(embeddings_BD) @ self.centres_DR
+        if self.rows_per_class > 1:
+            cosines_BC = cosines_BC.unflatten(1, (-1, self.rows_per_class)).amax(dim=2)
+        cosines_Bk, classes_Bk = cosines_BC.topk(self.num_named, dim=1)
+        return embeddings_BD, classes_Bk, cosines_Bk
+
+
+def _export_classifier(job: ExportJob) -> None:
+    """Writes the backbone with the centres; the embedding is the first output, so the file also opens as a model."""
+    _require_packages()
+    shown = job.out / _CLASSIFIER_FILE
+    if job.centres is None:
+        raise ExportError(f"Not written: {shown}. {no_centres(job.model.name)}")
+    backbone = copy.deepcopy(job.model.network).cpu().float().eval()
+    whole = _Classifier(backbone, job.centres).eval()
+    path, inputs = job.folder / _CLASSIFIER_FILE, fixed_inputs(job.model.image_size)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.state_dict().values())
+    outputs = ("embedding", "class", "cosine")
+    _write(shown, path, whole, inputs[:2], job.metadata, outputs, is_split=num_bytes > _MAX_BYTES)
+    require_same_embeddings(
+        shown, lambda images: _run_onnx(shown, path, whole, images, 0), backbone, inputs, "the ONNX model"
+    )
+    with torch.no_grad():
+        want_Bk = whole(inputs)[2].double().numpy()
+    error = float(np.abs(_run_onnx(shown, path, whole, inputs, 2) - want_Bk).max())
+    if not error < MAX_NORM_DIFFERENCE:
+        raise ExportError(f"Not written: {shown}. The cosines of the ONNX model are off by {error:.1e}.")
+    (job.folder / _NAMES_FILE).write_bytes(b"".join(name + b"\n" for name in job.centres.classes.names()))
+
+
+CLASSIFIER = Exporter(
+    file=_CLASSIFIER_FILE,
+    write=_export_classifier,
+    usage=_CLASSIFIER_USAGE,
+    extra_files=(_NAMES_FILE, f"{_CLASSIFIER_FILE}.data"),
+)

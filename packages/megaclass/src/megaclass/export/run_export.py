@@ -7,6 +7,7 @@
 Each file is opened again and must give the embeddings of the model before the folder appears.
 """
 
+import contextlib
 import importlib
 import json
 import tempfile
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import megaclass
-from megaclass.errors import ExportError
+from megaclass.data.decode import Fit
+from megaclass.errors import CheckpointError, DataError, ExportError
+from megaclass.evaluation.centres import CENTRES_FILE, ModelCentres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass.evaluation.report.templates import render
@@ -24,6 +27,7 @@ from megaclass.export import EXPORTERS
 from megaclass.export.check import Exporter, ExportJob
 from megaclass.image_size import shown_size, size_to_text
 from megaclass.inference import LoadedModel, load
+from megaclass.inference.classes import with_added_classes
 from megaclass.inference.load import HUB_PREFIX, hub_library
 from megaclass.insightface.names import INSIGHTFACE_NAMES
 from megaclass.metrics_file import read_summary
@@ -34,13 +38,23 @@ _CONFIG_FILE, _CARD_FILE = "config.json", "README.md"
 _METADATA_KEYS = ("format", "version", "backbone", "embedding_dim", "image_size", "fit", "mirror")
 
 
-def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated", backbone: str | None = None) -> Path:
+def export_model(
+    path: Path,
+    form: str,
+    out: Path,
+    *,
+    licence: str = "not stated",
+    backbone: str | None = None,
+    centres: ModelCentres | None = None,
+) -> Path:
     """Exports a run folder, or any model file that `megaclass.load` opens, to the folder `out`.
 
     form: a key of EXPORTERS. backbone: as for `megaclass.load`.
+    centres: instead of those of the model.
     An earlier export of the same form at `out` is replaced; a folder that holds anything else is refused.
     """
-    exporter: Exporter = importlib.import_module(EXPORTERS[form]).EXPORTER
+    module, _, name = EXPORTERS[form].partition(":")
+    exporter: Exporter = getattr(importlib.import_module(module), name or "EXPORTER")
     _require_own_folder(out, form, exporter)
     model = load(path, device="cpu", backbone=backbone)
     if model.backbone == "onnx":
@@ -51,9 +65,15 @@ def export_model(path: Path, form: str, out: Path, *, licence: str = "not stated
     config = _config(model, exporter)
     # So that the exported model verifies with the thresholds of its run.
     config["verification"] = dict(model.known_thresholds)
+    config["classification"] = dict(model.class_facts)
+    if centres is None:
+        # A run whose checkpoints were deleted has no centres; its model is exported without them.
+        with contextlib.suppress(CheckpointError, DataError):
+            centres = model.centres
+    config["num_classes"] = 0 if centres is None else centres.num_classes
     metadata = {key: _as_text(config[key]) for key in _METADATA_KEYS if key in config}
     with published_folder(out.resolve()) as unfinished:
-        exporter.write(ExportJob(model=model, run=run, folder=unfinished, out=out, metadata=metadata))
+        exporter.write(ExportJob(model=model, run=run, centres=centres, folder=unfinished, out=out, metadata=metadata))
         (unfinished / _CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (unfinished / _CARD_FILE).write_text(_model_card(config, run, licence, exporter.usage), encoding="utf-8")
     return out
@@ -93,6 +113,17 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return size_to_text(value) if isinstance(value, tuple) else str(value)
+
+
+def add_classes(
+    path: Path, labelled: Path, out: Path, *, fit: Fit | None = None, backbone: str | None = None
+) -> ModelCentres:
+    """Exports the model to `out` with further classes, whose centres are the means of labelled images; nothing is trained."""
+    model = load(path, device="cpu", backbone=backbone)
+    fit, mirror = model.treatment.chosen(fit, None, resize=False)
+    centres = with_added_classes(model, labelled, fit=fit, mirror=mirror)
+    export_model(path, "safetensors", out, backbone=backbone, centres=centres)
+    return centres
 
 
 # Those of the Hub's identifiers that models usually have.
@@ -135,7 +166,6 @@ def _protocol(result: SetResult) -> str:
 
 
 # The names and centres of the training classes may be those of real people: they are published on request only.
-_CENTRES = "centres.safetensors"
 
 
 def push(
@@ -164,7 +194,7 @@ def push(
             api.upload_folder(
                 repo_id=repository,
                 folder_path=folder,
-                ignore_patterns=None if with_centres else [_CENTRES],
+                ignore_patterns=None if with_centres else [CENTRES_FILE],
                 commit_message="Upload a model with megaclass push",
             )
         # The library and its HTTP client raise many types, without a common base class.

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from megaclass.checkpoint.tensor_file import read_tensors
-from megaclass.errors import CheckpointError, ExportError
-from megaclass.evaluation.centres import Centres, read_exported_centres, read_run_centres
+from megaclass.errors import ExportError
+from megaclass.evaluation.centres import CENTRES_FILE, ModelCentres, read_exported_centres
 from megaclass.export.check import Exporter, ExportJob, require_same_when_opened
 from megaclass_launch.files import published_file
 
-_FILE, _CENTRES_FILE = "model.safetensors", "centres.safetensors"
+_FILE = "model.safetensors"
 _USAGE = """```python
 import megaclass
 
@@ -75,16 +75,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _write(job: ExportJob) -> None:
     save_model(job.folder / _FILE, job.model.network, metadata=job.metadata)
     require_same_when_opened(job, _FILE)
-    if job.run is None:
-        return
-    try:
-        centres = read_run_centres(job.run)
-    except CheckpointError:
-        return  # a run whose checkpoints were deleted has no centres; its model is exported without them
-    save_centres(job.folder / _CENTRES_FILE, centres, metadata={"format": "megaclass", "content": "class centres"})
+    if job.centres is not None:
+        metadata = {"format": "megaclass", "content": "class centres"}
+        save_centres(job.folder / CENTRES_FILE, job.centres, metadata=metadata)
 
 
-EXPORTER = Exporter(file=_FILE, write=_write, usage=_USAGE, extra_files=(_CENTRES_FILE,))
+EXPORTER = Exporter(file=_FILE, write=_write, usage=_USAGE, extra_files=(CENTRES_FILE,))
 
 
 class CentresByName(Mapping[str, Tensor]):
@@ -104,7 +100,7 @@ class CentresByName(Mapping[str, Tensor]):
         return len(self._places)
 
 
-def save_centres(path: Path, centres: Centres, *, metadata: Mapping[str, str]) -> None:
+def save_centres(path: Path, centres: ModelCentres, *, metadata: Mapping[str, str]) -> None:
     """Writes the centres; they are read back and compared before the file appears at `path`."""
     from safetensors.torch import save_file
 

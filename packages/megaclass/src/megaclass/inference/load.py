@@ -63,9 +63,14 @@ def _exported_file(folder: Path) -> Path | None:
 
 def _load_file(path: Path, device: torch.device, backbone: str | None) -> LoadedModel:
     said = read_config(path.parent)
-    points = said.get("verification") if said.get("file") == path.name else None
-    model = _open_file(path, device, backbone)
-    return replace(model, points=points if isinstance(points, dict) else {})
+    points, facts = (
+        said.get(key) if said.get("file") == path.name else None for key in ("verification", "classification")
+    )
+    return replace(
+        _open_file(path, device, backbone),
+        points=points if isinstance(points, dict) else {},
+        stated_class_facts=facts if isinstance(facts, dict) else {},
+    )
 
 
 def _open_file(path: Path, device: torch.device, backbone: str | None) -> LoadedModel:
@@ -253,7 +258,7 @@ def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
 
 HUB_PREFIX = "hf://"
 # The model in any of its forms, and what describes it. Nothing else of a repository is fetched, and no code.
-_FILES = ("config.json", "README.md", "model.safetensors", "model.onnx", "backbone.pth")
+_FILES = ("config.json", "README.md", "centres.safetensors", "model.safetensors", "model.onnx", "backbone.pth")
 
 
 def hub_library(purpose: str) -> Any:
@@ -278,8 +283,8 @@ def pull(address: str) -> Path:
         raise CheckpointError(
             f"Cannot fetch {address} from the Hugging Face Hub: {str(error).strip() or type(error).__name__}"
         ) from error
-    if not any((folder / name).is_file() for name in _FILES[2:]):
+    if not any((folder / name).is_file() for name in _FILES[3:]):
         raise CheckpointError(
-            f"{address} holds no model of Megaclass: expected {', '.join(_FILES[2:])}. `megaclass push` publishes one."
+            f"{address} holds no model of Megaclass: expected {', '.join(_FILES[3:])}. `megaclass push` publishes one."
         )
     return folder

@@ -1,4 +1,4 @@
-"""A trained model: embeds, compares, verifies and searches images.
+"""A trained model: embeds, classifies, compares, verifies and searches images.
 
 Its methods may be called from several threads at once: the network is in eval mode, and a call keeps what it needs to itself.
 """
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from megaclass.data.decode import Fit
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import CheckpointError, DataError
-from megaclass.evaluation.centres import CENTRES_FILE, Centres, ClassShard, read_exported_centres, read_run_centres
+from megaclass.evaluation.centres import CENTRES_FILE, ClassShard, ModelCentres, read_exported_centres, read_run_centres
 from megaclass.evaluation.embed import OnBad, embed_part
 from megaclass.evaluation.images import GivenImages, Images
+from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import no_centres
 from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
 from megaclass.image_size import ImageSize, compact_size, height_and_width, shown_size
+from megaclass.inference.classes import Classification, classify, facts_of_results
 from megaclass.inference.image_index import Comparable, ImageIndex, ImageInput, index_of, listed_images
 from megaclass.inference.thresholds import Comparison, Threshold, choose_threshold, points_of_results
 
@@ -135,6 +137,9 @@ class LoadedModel:
     """Folder of the run, whose evaluation has the thresholds; None for a model file."""
     points: Mapping[str, Any] = field(default_factory=dict)
     """Thresholds by evaluation set, as config.json of an exported model states them."""
+
+    stated_class_facts: Mapping[str, Any] = field(default_factory=dict)
+    """Temperature and rejection of classification, as config.json of an exported model states them."""
 
     def __repr__(self) -> str:
         size = shown_size(self.image_size)
@@ -276,19 +281,29 @@ class LoadedModel:
         return index_of(self, gallery, fit=fit, mirror=mirror, faiss=faiss)
 
     @functools.cached_property
-    def known_thresholds(self) -> Mapping[str, Any]:
-        """Thresholds and their rates by evaluation set, from the run's evaluation or an exported model's config.json."""
+    def _results(self) -> Sequence[SetResult] | None:
+        """The run's evaluation of these weights; None if there is none."""
         if self.run is None or not (self.run / NUMBERS_FILE).is_file():
-            return self.points
+            return None
         if weights_in(self.run) != self.fingerprint():
             _logger.warning(
                 f"The evaluation in {self.run} is of other weights: it gives no thresholds. Evaluate again."
             )
-            return self.points
-        return points_of_results(read_results(self.run))
+            return None
+        return read_results(self.run)
+
+    @property
+    def known_thresholds(self) -> Mapping[str, Any]:
+        """Thresholds and their rates by evaluation set, from the run's evaluation or an exported model's config.json."""
+        return self.points if self._results is None else points_of_results(self._results)
+
+    @property
+    def class_facts(self) -> Mapping[str, Any]:
+        """Temperature and rejection, from the run's evaluation or an exported model's config.json."""
+        return self.stated_class_facts if self._results is None else facts_of_results(self._results)
 
     @functools.cached_property
-    def centres(self) -> Centres:
+    def centres(self) -> ModelCentres:
         """The class centres: of the run's checkpoint, or of the centres.safetensors next to an exported model."""
         file = self.path.parent / CENTRES_FILE
         if file.is_file() and not self.path.is_dir():
@@ -305,8 +320,42 @@ class LoadedModel:
             )
         return found
 
+    @functools.cached_property
+    def all_classes(self) -> ClassShard:
+        """The centres of all classes, on the device of the model."""
+        rows_RD = self.centres.all_rows().to(self.device)
+        return ClassShard.of(rows_RD, 0, self.centres.classes, self.centres.num_classes)
+
+    @functools.cached_property
+    def class_names(self) -> list[str]:
+        """The names of the classes in order; numbers if training knew no names."""
+        return self.centres.names()
+
+    def classify(
+        self,
+        images: Comparable,
+        top: int = 5,
+        *,
+        reject: float | None = None,
+        **embedding: Any,
+    ) -> list[Classification]:
+        """Returns the closest classes of each image, with their cosines and probabilities.
+
+        Probabilities and rejection come from the model's evaluation on labelled images (`megaclass evaluate --classify`).
+
+        images: anything that `embed` takes, or embeddings.
+        top: number of classes per image.
+        reject: the share of images of unknown classes that may be accepted, such as 0.01; an image is unknown if even the
+            closest class is too far for that. None accepts every image.
+        embedding: further arguments of `embed`.
+        """
+        return classify(self, self.rows(images, **embedding), top=top, reject=reject)
+
     def class_shard(self, training_data: str | None = None) -> ClassShard:
-        """Returns the centres of this rank's classes. training_data: the path of the data, for the size of each class."""
+        """Returns the centres of this rank's classes.
+
+        training_data: the path of the data, for the number of images of each class.
+        """
         shard = self.centres.shard()
         if training_data is None:
             return shard

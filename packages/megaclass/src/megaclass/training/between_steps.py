@@ -18,13 +18,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
-from megaclass.data.sources.open_source import verification_files
-from megaclass.distributed.agreement import on_every_rank, paths_of_main_rank
+from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
+from megaclass.evaluation.centres import ClassShard
 from megaclass.evaluation.protocol import Evaluator, SetResult
 from megaclass.evaluation.results import headline
-from megaclass.evaluation.sets import evaluate_sets, find_sets
+from megaclass.evaluation.sets import evaluate_sets, sets_in_training, sets_of_main_rank
 from megaclass.progress import Bar, bar_on_demand, no_bar, progress_bar
 from megaclass.training.class_means import place_centres
 from megaclass.training.commits import Change, Commits
@@ -237,16 +239,14 @@ def describe_row(row: dict[str, Any], slow_rank: str = "") -> str:
 
 
 def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[SetResult]:
-    """Collective. Evaluates the *.bin files next to the data by the published ten-fold protocol; all ranks embed a part.
+    """Collective. Evaluates the sets next to the data, or those of train.evaluate_sets; all ranks embed a part.
 
     A set that cannot be evaluated has the error in its result, because it must not end a long run.
     has_bar: rank 0 shows the progress; not between steps, where the bar of the training is on the screen.
     """
     config = run.config
     # Rank 0 looks for the files: on a shared disk that is slow to show new ones, ranks would evaluate different sets.
-    sets = find_sets(paths_of_main_rank(lambda: verification_files(config.data.path), run.device))
-    wanted = config.train.evaluate_sets
-    chosen = [one for one in sets if not wanted or one.name in wanted]
+    chosen = sets_of_main_rank(lambda: sets_in_training(config.data.path, config.train.evaluate_sets), run.device)
     if chosen and run.world.is_main:
         _logger.info(f"evaluating on {', '.join(one.name for one in chosen)}")
     evaluator = Evaluator(
@@ -256,6 +256,7 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
         num_threads=config.data.threads,
         fit=config.data.fit,
         mirror=config.data.mirror,
+        centres=lambda: _own_centres(run, model),
     )
     with bar_on_demand("embedding images") if has_bar and run.world.is_main else nullcontext(None) as show:
 
@@ -266,6 +267,12 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
                 show(done, total)
 
         return evaluate_sets(replace(evaluator, on_progress=note_progress), chosen)
+
+
+def _own_centres(run: Run, model: Model) -> ClassShard:
+    head = model.head
+    shard = ClassShard.of(head.rows()["weight"], head.classes.start, run.classes, len(head.classes))
+    return replace(shard, num_images_C=np.bincount(run.source.labels, minlength=head.num_classes))
 
 
 def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: set[str]) -> list[SetResult]:
@@ -289,7 +296,8 @@ def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: s
 
 
 def accuracies(results: list[SetResult]) -> dict[str, float]:
-    """Returns the accuracy of each set by name, and that of the first one as `verification_accuracy`."""
+    """Returns the accuracy of each set by name, and that of the first one of pairs as `verification_accuracy`."""
     found = {result.name: float(result.numbers["accuracy"]) for result in results if "accuracy" in result.numbers}
     first = {_ACCURACY: next(iter(found.values()))} if found else {}
-    return first | {f"accuracy_{name}": accuracy for name, accuracy in found.items()}
+    tops = {result.name: float(result.numbers["top_k"]["1"]) for result in results if "top_k" in result.numbers}
+    return first | {f"accuracy_{name}": accuracy for name, accuracy in (found | tops).items()}

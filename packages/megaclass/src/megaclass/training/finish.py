@@ -22,10 +22,10 @@ from megaclass.evaluation.centres import read_run_centres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.baselines import score_pixels
 from megaclass.evaluation.protocols.centre_health import CentreHealth
-from megaclass.evaluation.protocols.pairs import result_of_pairs
+from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
 from megaclass.evaluation.report.page import write_report
-from megaclass.evaluation.results import NUMBERS_FILE, write_results
+from megaclass.evaluation.results import NUMBERS_FILE, headline, write_results
 from megaclass.evaluation.training_images import examine_training_images, write_training_images
 from megaclass.evaluation.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
@@ -86,11 +86,13 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         drawn = Path(config.data.path) / "verification.bin" if config.synth.identities else None
         with bar_on_demand("comparing the verification sets with the training images") as on_progress:
             results = compared_with_training_data(results, source, config.data.path, drawn, on_progress)
-    evaluated = [result for result in results if result.error is None]
+    evaluated = [result for result in results if result.error is None and result.kind == PairProtocol.kind]
     if evaluated:
         summary["verification_accuracy"] = evaluated[0].numbers["accuracy"]
         with _optional("The baseline"):
             summary[_BASELINE] = _write_baseline(folder, evaluated[0], image_size, config.data.fit)
+    if tops := [result.numbers["top_k"]["1"] for result in results if "top_k" in result.numbers]:
+        summary["classification_top_1"] = tops[0]
     summary["verification"] = {result.name: result.to_json() for result in results}
     run.folder.write_summary(summary)
     with _optional(f"The report, which megaclass report {folder} can make later,"):
@@ -176,7 +178,9 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
     ]
     floor = f" (raw pixels {summary[_BASELINE]:.1%})" if _BASELINE in summary else ""
     for result in results:
-        if result.error is None:
+        if result.error is None and result.kind != PairProtocol.kind:
+            lines.append(f"Classification of {result.name}: {headline(result)}.")
+        elif result.error is None:
             lines.append(f"Verification on {result.name}: {result.numbers['accuracy']:.1%}{floor}.")
             lines += [f"  {said}" for said in [training_data_line(result.numbers)] if said]
             floor = ""  # measured on the first set only
@@ -187,7 +191,7 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
         ("model.safetensors", "the backbone"),
         ("model.onnx", "the backbone for other runtimes"),
         ("summary.json", "the numbers"),
-        ("evaluation.json", "the numbers of every verification set"),
+        ("evaluation.json", "the numbers of every evaluation set"),
         ("metrics.jsonl", "the metrics of every report"),
         ("checkpoints/", "to continue with --resume"),
         ("config.toml", "every setting of this run"),
@@ -210,6 +214,6 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]
     return [
-        f"No accuracy was measured: there is no .bin file next to {data}. Hold identities out:",
+        f"No accuracy was measured: there is no .bin file next to {data}, and no images were held out. Hold some out:",
         *how_to_verify(data, recipe=str(folder / "config.toml"))[1:],
     ]

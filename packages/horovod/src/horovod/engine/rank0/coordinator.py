@@ -9,7 +9,7 @@ A cycle (the requests of one message) takes one of two ways:
     held     while nothing else is open, as its hash: once all ranks have sent the same hash, the previous answer is reused
     opened   otherwise, into the table: each operation waits for its other members
 
-pending_table.py is the table, comparison.py compares, fusion.py joins, stall_check.py looks for operations that wait too long.
+pending_table.py is the table and compares, fusion.py joins, stall_check.py looks for operations that wait too long.
 Only rank 0's engine thread calls the coordinator, so it needs no lock.
 """
 
@@ -18,10 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horovod.common.settings import Settings
-from horovod.engine.messages import Agreement, Answer, Request, Response, distinct_terms
-from horovod.engine.rank0.comparison import respond
-from horovod.engine.rank0.fusion import fuse, fused_positions
-from horovod.engine.rank0.pending_table import PendingTable
+from horovod.engine.messages import JOIN, Answer, Request, Response, distinct_terms
+from horovod.engine.rank0.fusion import fuse
+from horovod.engine.rank0.pending_table import PendingTable, respond
 from horovod.engine.rank0.stall_check import CROSSED_S, StallCheck
 
 
@@ -56,7 +55,8 @@ class Coordinator:
         While nothing else is open, a cycle is held until all ranks have sent theirs. If the hashes are equal and were answered
         before, the same answer is returned without a look at the single operations.
         """
-        if self._table.pending or self._table.joined or any(terms.process_set for terms in distinct_terms(requests)):
+        opens = any(terms.process_set or terms.kind == JOIN.kind for terms in distinct_terms(requests))
+        if opens or self._table.pending or self._table.joined:
             self._open_held()
             self._table.open(rank, requests, now)
             return self._take()
@@ -71,7 +71,7 @@ class Coordinator:
         firsts = [cycles.popleft() for cycles in self._held]
         answer = self._answers.get(digest)
         if answer is None:
-            answer = self._agree(digest, requests)
+            answer = self._agree(requests)
             if answer.repeats:
                 self._remember(digest, answer)
         payloads = [cycle.payload for cycle in firsts]
@@ -81,17 +81,18 @@ class Coordinator:
         answer.payloads = payloads if is_one and all(payloads) else []
         return answer
 
-    def _agree(self, digest: bytes, requests: list[Request]) -> Answer:
+    def _agree(self, requests: list[Request]) -> Answer:
         """Answers a list that all ranks have announced: there is nothing to wait for and nothing to compare."""
-        if any(terms.kind != "allreduce" for terms in distinct_terms(requests)):
-            members = self._table.members(0)
-            # No rank has joined: a cycle is opened at once after a join.
-            ready = [respond(dict.fromkeys(members, request), self._hosts, has_joined=False) for request in requests]
-            return Answer(fuse(ready, self._settings))
-        # An allreduce of which all ranks know the same has neither errors nor sizes, so it needs no response of its own.
-        parts = fused_positions([request.terms for request in requests], self._settings)
-        responses = [Response(tuple([requests[i] for i in part])) for part in parts]
-        return Answer(responses, Agreement(digest, parts))
+        # An allreduce of which all ranks know the same has neither errors nor sizes. No rank has joined: a cycle is opened at
+        # once after a join.
+        members = self._table.members(0)
+        ready = [
+            Response((request,))
+            if request.kind == "allreduce"
+            else respond(dict.fromkeys(members, request), self._hosts, has_joined=False)
+            for request in requests
+        ]
+        return Answer(fuse(ready, self._settings))
 
     def _remember(self, digest: bytes, answer: Answer) -> None:
         # All at once: the lists of a job that still repeat come back within one step.
@@ -99,12 +100,6 @@ class Coordinator:
             self._answers.clear()
         if self._settings.cache_capacity:
             self._answers[digest] = answer
-
-    def join(self, rank: int) -> Answer | None:
-        """Receives the message that a rank has no more data; returns the responses that became ready."""
-        self._open_held()
-        self._table.join(rank)
-        return self._take()
 
     def _open_held(self) -> None:
         """Moves the operations of all held cycles into the table."""

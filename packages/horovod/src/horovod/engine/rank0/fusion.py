@@ -1,7 +1,5 @@
 """Fusion: small allreduces that are ready together and are reduced alike travel as one. No torch, no sockets."""
 
-from collections.abc import Sequence
-
 from horovod.common.settings import Settings
 from horovod.engine.kinds import Adasum
 from horovod.engine.messages import Response, Terms
@@ -12,36 +10,29 @@ FUSED_TENSOR_BYTES = 1024 * 1024
 
 def fuse(responses: list[Response], settings: Settings) -> list[Response]:
     """Joins allreduces with equal labels into one response each, up to the fusion threshold, in the order of their firsts."""
-    terms = [response.requests[0].terms if response.requests and not response.error else None for response in responses]
-    return [
-        responses[part[0]]
-        if len(part) == 1
-        else Response(tuple([request for i in part for request in responses[i].requests]))
-        for part in fused_positions(terms, settings)
-    ]
-
-
-def fused_positions(all_terms: Sequence[Terms | None], settings: Settings) -> list[list[int]]:
-    """Returns the positions of the operations that run as one, for each of these. None: an operation that runs alone."""
-    fused: list[list[int]] = []
-    open_parts: dict[tuple[object, ...], tuple[int, list[int]]] = {}
+    fused: list[list[Response]] = []
+    open_parts: dict[tuple[object, ...], tuple[int, list[Response]]] = {}
     # A thousand operations in a row mostly share their terms, and thus the label.
     latest: Terms | None = None
     label: tuple[object, ...] | None = None
-    for position, terms in enumerate(all_terms):
+    for response in responses:
+        terms = response.requests[0].terms if response.requests and not response.error else None
         if terms is None or terms is not latest:
             label, latest = _fusion_label(terms, settings), terms
         if terms is None or label is None:
-            fused.append([position])
+            fused.append([response])
             continue
         # Parts of different labels are open at the same time, so alternating dtypes still fuse.
-        used, part = open_parts.get(label, (settings.fusion_threshold, None))
-        if part is None or used + terms.num_bytes > settings.fusion_threshold:
+        used, part = open_parts.get(label, (settings.fusion_threshold, []))
+        if not part or used + terms.num_bytes > settings.fusion_threshold:
             used, part = 0, []
             fused.append(part)
-        part.append(position)
+        part.append(response)
         open_parts[label] = (used + terms.num_bytes, part)
-    return fused
+    return [
+        part[0] if len(part) == 1 else Response(tuple([request for each in part for request in each.requests]))
+        for part in fused
+    ]
 
 
 def _fusion_label(terms: Terms | None, settings: Settings) -> tuple[object, ...] | None:

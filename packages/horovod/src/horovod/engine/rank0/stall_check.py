@@ -8,8 +8,7 @@ import itertools
 
 from horovod.common.settings import Settings
 from horovod.engine.messages import Key
-from horovod.engine.rank0.comparison import rank_name
-from horovod.engine.rank0.pending_table import Pending, PendingTable
+from horovod.engine.rank0.pending_table import Pending, PendingTable, rank_name
 
 # Two ranks that use one name for different operations, one for an allreduce and one for an allgather, have this long to submit
 # the other operation as well, as different threads may do. After that it is an error.

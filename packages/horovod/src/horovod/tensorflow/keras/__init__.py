@@ -20,11 +20,16 @@ from horovod.common.process_sets import *
 from horovod.common.util import is_version_greater_equal_than
 from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from horovod.tensorflow.compression import *
-from horovod.tensorflow.functions import *
+from horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from horovod.tensorflow.keras import callbacks, elastic
 from horovod.tensorflow.keras.optimizer import *
-from horovod.tensorflow.keras.values import *
 
 if not _typing.TYPE_CHECKING:
     # Type checkers take every name of this module that has no underscore.
-    __all__ = [name for name in globals() if not name.startswith("_") and name not in ("optimizer", "values")]
+    __all__ = [name for name in globals() if not name.startswith("_") and name != "optimizer"]

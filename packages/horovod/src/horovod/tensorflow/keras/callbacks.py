@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from horovod.common.lifecycle import rank, size
 from horovod.engine.kinds import Min
+from horovod.tensorflow.collectives import allreduce
 from horovod.tensorflow.functions import broadcast_variables
 from horovod.tensorflow.gradients import variable_key
-from horovod.tensorflow.reductions import allreduce
 
 __all__ = [
     "BestModelCheckpoint",

@@ -4,10 +4,16 @@ from typing import Any
 
 import keras
 
-from horovod.tensorflow.elastic import TensorFlowKerasState as TensorFlowKerasState
-from horovod.tensorflow.elastic import run as run
+from horovod.tensorflow.elastic import TensorFlowKerasState, run
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
 
 
 class KerasState(TensorFlowKerasState):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Literal
@@ -30,7 +31,7 @@ def choose_processes(
     """
     unknown = _outside_format(path)
     if workers == "auto":
-        if device.type != "cuda" or unknown:
+        if device.type != "cuda" or unknown or multiprocessing.current_process().daemon:
             return None
         num_processes = automatic_processes(num_local_ranks)
     else:
@@ -39,6 +40,11 @@ def choose_processes(
         raise ConfigError(
             f"data.workers is {num_processes}, but the data at {path} is read by {unknown}, a format from outside "
             f"the package, which loader processes do not know: set data.workers=0 and raise data.threads."
+        )
+    if num_processes and multiprocessing.current_process().daemon:
+        raise ConfigError(
+            f"data.workers is {num_processes}, but this is a daemonic process of multiprocessing, which may not start "
+            f"processes: start it with daemon=False, or set data.workers=0 and raise data.threads."
         )
     return LoaderSettings(path=path, num_processes=num_processes) if num_processes else None
 

@@ -22,7 +22,6 @@ import contextlib
 import itertools
 import logging
 import mmap
-import multiprocessing.queues
 import os
 import signal
 import sys
@@ -50,7 +49,7 @@ from megaclass.errors import DataError
 from megaclass_launch.errors import UserError
 from megaclass_launch.even_parts import even_part
 from megaclass_launch.operating_system import signals_named
-from megaclass_launch.rank_status import give_loader_stacks, wait_for_helper, wait_for_work
+from megaclass_launch.rank_status import wait_for_helper
 
 _log = logging.getLogger("megaclass.data")
 
@@ -226,12 +225,11 @@ def _run_worker(
     lifeline: connection.Connection, rank: int, loop: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Runs the worker's loop in a thread; the main thread ends the process when its rank closes the lifeline or is gone."""
-    give_loader_stacks()
     threading.Thread(target=_loop_or_exit, args=(loop, arguments), name="decode", daemon=True).start()
     with contextlib.suppress(ProcessLookupError):
         # The pipe alone is not enough: a process that the rank had forked may still hold its other end.
         rank_handle = os.pidfd_open(rank)
-        wait_for_work(lambda: connection.wait([lifeline, rank_handle]))
+        connection.wait([lifeline, rank_handle])
     # Without waiting for a thread that may be inside a decoder.
     os._exit(0)
 
@@ -247,13 +245,6 @@ def _loop_or_exit(loop: Callable[..., None], arguments: tuple[Any, ...]) -> None
 # ---- starting workers ----
 
 
-class _IdleQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
-    """A queue whose readers say in their stacks that they wait for work, which a search for hangs passes over."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        return wait_for_work(lambda: super(_IdleQueue, self).get(block, timeout))
-
-
 class _WorkerContext(ForkServerContext):
     """Starts the workers of a DataLoader. Remembers them, and holds the end of the pipe that keeps them alive."""
 
@@ -261,9 +252,6 @@ class _WorkerContext(ForkServerContext):
         super().__init__()
         self.processes: list[ForkServerProcess] = []
         self._theirs, self.lifeline = self.Pipe(duplex=False)
-
-    def Queue(self, maxsize: int = 0) -> Any:
-        return _IdleQueue(maxsize, ctx=self)
 
     def Process(self, *, target: Any, args: Any) -> ForkServerProcess:  # type: ignore[override]
         process = ForkServerProcess(target=_run_worker, args=(self._theirs, os.getpid(), target, args))
@@ -281,21 +269,25 @@ class _WorkerContext(ForkServerContext):
                 process.join()
 
 
+# A server of our own: processes that the user starts from theirs must not have blocked signals and one thread each.
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload([__name__])
+
+
 def start_fork_server() -> None:
     """Starts the process from which loader processes are forked, unless it runs; it imports torch once for all of them.
 
     Does not wait for the import, so a rank that calls it early gets its first batch early.
     """
-    forkserver.set_forkserver_preload([__name__])
     # The tracker of semaphores first: its start unblocks signals.
-    for server in (resource_tracker, forkserver):
+    for start in (resource_tracker.ensure_running, _server.ensure_running):
         with _clean_start():
-            server.ensure_running()
+            start()
 
 
 @contextlib.contextmanager
 def _clean_start() -> Iterator[None]:
-    """Lets processes start with blocked signals, without the main module, and with the rank's sys.path.
+    """Lets processes start from our server, with blocked signals, without the main module, and with the rank's sys.path.
 
     A script that trains without `if __name__ == "__main__"` would otherwise train again in each worker. A user's file
     must not shadow a module because it is in the current folder.
@@ -304,12 +296,15 @@ def _clean_start() -> Iterator[None]:
     sys.path[:] = filter(None, path)
     os.environ.update(_ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"})
     sys.modules["__main__"] = types.ModuleType("__main__")
+    users_server = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _server.connect_to_new_process
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         sys.modules["__main__"] = main
+        forkserver.connect_to_new_process = users_server
         for name in (*_ONE_THREAD, "PYTHONPATH", "PYTHONSAFEPATH"):
             os.environ.pop(name)
             os.environ.update({name: environment[name]} if name in environment else {})

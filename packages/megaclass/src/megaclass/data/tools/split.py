@@ -22,6 +22,7 @@ from megaclass.data.sources.open_source import data_folders
 from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.make_pairs import make_pairs
 from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.synthesize import HOLDOUT_RECORDS
 from megaclass.data.tools.verify import SubsetSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
@@ -192,6 +193,20 @@ def is_unseen(pairs: Path, data_path: str) -> bool:
     marks = [_read_mark(folder / MARK) for folder in data_folders(data_path)]
     # The held-out part has a mark of the same split; older marks do not say which part they lie in.
     return bool(marks) and all(mark.get("id") == said.get("id") and mark.get("part") != "holdout" for mark in marks)
+
+
+def held_out_images(data_path: str) -> list[Path]:
+    """Returns labelled images of the training classes next to the data: a holdout.rec, and the part that `data split
+    --images` held out, which their marks tell."""
+    found = []
+    for folder in data_folders(data_path):
+        mark, holdout = _read_mark(folder / MARK), folder.parent / "holdout"
+        is_ours = mark.get("by") == "images" and mark.get("part") == "train"
+        if is_ours and _read_mark(holdout / MARK) == mark | {"part": "holdout"}:
+            found.append(holdout)
+        if (folder / HOLDOUT_RECORDS).is_file():
+            found.append(folder / HOLDOUT_RECORDS)
+    return found
 
 
 def _pairs_mark(pairs: Path) -> Path:

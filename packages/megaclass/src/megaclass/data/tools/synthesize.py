@@ -1,4 +1,7 @@
-"""Writes synthetic identities as the files InsightFace users have: train.rec, train.idx, property, verification.bin."""
+"""Writes synthetic identities as the files InsightFace users have: train.rec, train.idx, property, verification.bin.
+
+holdout.rec has further images of identities in training, one per identity, on which a run measures its classification.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from megaclass_launch.operating_system import num_cores
 
 JPEG_QUALITY = 92
 _ARGUMENTS_FILE = "synth.json"
+HOLDOUT_RECORDS = "holdout.rec"
 _FILES = ("train.rec", "train.idx", "property", "verification.bin", _ARGUMENTS_FILE)
 # Raised whenever the same arguments would draw other images, so an old folder is not mistaken for the new set.
 _DRAWING_VERSION = 1
@@ -123,6 +127,13 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
         [np.repeat(np.arange(arguments.num_identities), arguments.images_per_identity), pair_identity]
     )
     image = np.concatenate([np.tile(np.arange(arguments.images_per_identity), arguments.num_identities), pair_image])
+    # Spread over all identities; as many as there are pairs, so they take half as long to evaluate.
+    num_held_out = min(arguments.num_identities, arguments.num_pairs)
+    held_out = np.linspace(0, arguments.num_identities - 1, num_held_out).astype(np.int64)
+    identity, image = (
+        np.append(identity, held_out),
+        np.append(image, np.full(num_held_out, arguments.images_per_identity)),
+    )
     jobs = (
         _Drawing(
             arguments.seed,
@@ -135,7 +146,11 @@ def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int,
     with contextlib.closing(process_map(_draw_and_encode, jobs, num_processes)) as drawn:
         encoded = _count(itertools.chain.from_iterable(drawn), len(identity), on_progress)
         _write_records(folder / "train.rec", encoded, arguments)
-        write_pairs(folder / "verification.bin", PairSet(list(encoded), is_same))
+        pairs = list(itertools.islice(encoded, 2 * len(is_same)))
+        write_pairs(folder / "verification.bin", PairSet(pairs, is_same))
+        with RecordWriter(folder / HOLDOUT_RECORDS) as writer:
+            for key, (label, content) in enumerate(zip(held_out.tolist(), encoded, strict=True)):
+                writer.write(key, Record((float(label),), content, id=key))
     size = arguments.image_size
     (folder / "property").write_text(f"{arguments.num_identities},{size},{size}\n", encoding="ascii")
     (folder / _ARGUMENTS_FILE).write_text(json.dumps(asdict(arguments), indent=2) + "\n", encoding="ascii")

@@ -5,6 +5,7 @@ from megaclass.evaluation.protocols.classification import ClassificationProtocol
 from megaclass.evaluation.protocols.distractors import DistractorProtocol
 from megaclass.evaluation.protocols.identification import IdentificationProtocol
 from megaclass.evaluation.protocols.pairs import PairProtocol
+from megaclass.evaluation.protocols.retrieval import RetrievalProtocol
 from megaclass.evaluation.protocols.templates import TemplateProtocol
 
 # The first protocol that recognises a path evaluates it. An IJB folder could hold .bin files, so it is asked for first.
@@ -15,6 +16,7 @@ PROTOCOLS: dict[str, EvaluationProtocol] = {
         PairProtocol(),
         ClassificationProtocol(),
         IdentificationProtocol(),
+        RetrievalProtocol(),
         DistractorProtocol(),
     )
 }

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.evaluation.centres import Centres
+from megaclass.evaluation.centres import ModelCentres
 from megaclass.evaluation.embed import OnProgress
 from megaclass.evaluation.search import GalleryShard, search, unit_rows_or_zero
 
@@ -40,7 +40,9 @@ class CentreHealth:
     """The classes of closest_pairs by number."""
 
 
-def centre_health(centres: Centres, *, device: torch.device, on_progress: OnProgress | None = None) -> CentreHealth:
+def centre_health(
+    centres: ModelCentres, *, device: torch.device, on_progress: OnProgress | None = None
+) -> CentreHealth:
     """Measures the centres in two passes; in memory are one block and the centres whose neighbours are searched."""
     num_subcentres = centres.rows_per_class
     probes_PD, rows_P, norms_R = _first_pass(centres, device)
@@ -74,7 +76,7 @@ def centre_health(centres: Centres, *, device: torch.device, on_progress: OnProg
     )
 
 
-def _first_pass(centres: Centres, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
+def _first_pass(centres: ModelCentres, device: torch.device) -> tuple[Tensor, NDArray[np.int64], NDArray[np.float32]]:
     """Returns the normalised rows whose neighbours are searched, their row numbers, and the length of every row."""
     num_rows = centres.num_rows
     norms_R = np.empty(num_rows, dtype=np.float32)

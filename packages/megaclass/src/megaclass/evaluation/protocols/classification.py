@@ -194,7 +194,7 @@ def no_centres(model: str) -> str:
     return (
         f"{model} has no class centres, so it cannot classify: give the run folder with its checkpoints, or an export of "
         f"it (megaclass export RUN --to safetensors), which holds centres.safetensors. For a backbone from elsewhere, "
-        f"`megaclass classes MODEL FOLDER --out NEW` makes centres of the images of each class."
+        f"`megaclass add-classes MODEL FOLDER --out NEW` makes centres of the images of each class."
     )
 
 

@@ -65,7 +65,7 @@ def rank_section(
         "name": name,
         "heat": heat_map(rows) if size > 1 else [],
         "steps": [row.step for row in rows],
-        "text": _summary(rows, size),
+        "text": slow_rank(rows)[1],
         "bars": bars(mean_seconds),
         "levels": [f"up to {level:g}" for level in _LEVELS] + [f"above {_LEVELS[-1]:g}"],
         "profiles": [(path.name, _link(path, page)) for path in profiles],
@@ -121,21 +121,16 @@ def _worst(rows: Sequence[RankRow], ranks: range) -> tuple[float, str]:
     return worst, words
 
 
-def slow_reports(rows: Sequence[RankRow]) -> Counter[tuple[int, str]]:
-    """Returns in how many reports each rank was slow, by rank and the phase in which it lost most."""
-    found = [find_slow_rank(row.seconds) for row in rows]
-    return Counter((one.rank, one.phase) for one in found if one is not None)
-
-
-def _summary(rows: Sequence[RankRow], size: int) -> str:
-    """Names the rank that was slow most often."""
-    counts = slow_reports(rows)
-    if not counts:
-        return "No rank was more than 20 % slower than the others in any report."
-    (rank, phase), number = counts.most_common(1)[0]
-    return (
-        f"In {counts.total()} of {len(rows)} reports one of the {size} ranks was more than 20 % slower than the others; "
-        f"most often rank {rank}, in {phase} ({number})."
+def slow_rank(rows: Sequence[RankRow]) -> tuple[float, str]:
+    """Returns the rank that was slow most often: its share of the reports, and a sentence about it. 0 if none was slow."""
+    found = [one for row in rows if (one := find_slow_rank(row.seconds)) is not None]
+    if not found:
+        return 0.0, "no rank was more than 20 % slower than the others in any report"
+    rank, number = Counter(one.rank for one in found).most_common(1)[0]
+    phase, _ = Counter(one.phase for one in found if one.rank == rank).most_common(1)[0]
+    return number / len(rows), (
+        f"rank {rank} is slow, most in {phase}: in {number:,} of {len(rows):,} reports it needed more than 20 % longer than "
+        f"the others, which wait for it"
     )
 
 

@@ -5,14 +5,13 @@ tests/megaclass/evaluation/recorded/make_runs.py trains a run that shows it.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megaclass.evaluation.report.charts import smoothed
 from megaclass.evaluation.report.from_runs import ModelReport
-from megaclass.evaluation.report.ranks import slow_reports
+from megaclass.evaluation.report.ranks import slow_rank
 
 _FEWEST_ROWS = 8
 """With fewer rows of metrics no curve can be judged."""
@@ -176,18 +175,8 @@ def _waiting_for_data(run: ModelReport) -> str | None:
 
 
 def _slow_rank(run: ModelReport) -> str | None:
-    slow = slow_reports(run.rank_rows)
-    by_rank = Counter(rank for rank, _ in slow.elements())
-    if not by_rank:
-        return None
-    rank, number = by_rank.most_common(1)[0]
-    if number < _SLOW_SHARE * len(run.rank_rows):
-        return None
-    phase = Counter({phase: count for (one, phase), count in slow.items() if one == rank}).most_common(1)[0][0]
-    return (
-        f"rank {rank} is slow, most in {phase}: in {number:,} of {len(run.rank_rows):,} reports it needed more than 20 % "
-        f"longer than the others, which wait for it"
-    )
+    share, text = slow_rank(run.rank_rows)
+    return text if share >= _SLOW_SHARE else None
 
 
 RULES: dict[str, Callable[[ModelReport], str | None]] = {

@@ -25,14 +25,14 @@ from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.choose import choose_processes
 from megaclass.data.loading.pool import LoaderSettings
-from megaclass.data.sources.open_source import check_source, open_source, verification_files
+from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.distributed.agreement import facts_that_differ, gather_texts, on_every_rank, on_every_rank_for_long
 from megaclass.errors import DataError
-from megaclass.evaluation.sets import find_sets
+from megaclass.evaluation.sets import sets_in_training
 from megaclass.image_size import compact_size, shown_size
 from megaclass.progress import bar_on_demand
 from megaclass.training.model.build import input_size
@@ -126,15 +126,17 @@ def make_data(config: Config) -> None:
             )
     else:
         check_source(path)
-    if config.train.evaluate_sets:
-        found = [one.name for one in find_sets(verification_files(path))]
-        for name in config.train.evaluate_sets:
-            if name not in found:
-                there = f"those next to it are {', '.join(found)}" if found else "there is no .bin file next to it"
-                raise ConfigError(
-                    f"train.evaluate_sets names {name}, but there is no {name}.bin next to the data at {path}: {there}. "
-                    f"Without train.evaluate_sets all of them are evaluated."
-                )
+    near = [one.name for one in sets_in_training(path, ())]
+    for name in config.train.evaluate_sets:
+        if name not in near and not Path(name).exists():
+            there = f"those next to it are {', '.join(near)}" if near else "there is no .bin file next to it"
+            raise ConfigError(
+                f"train.evaluate_sets names {name}, but there is no {name}.bin next to the data at {path}: {there}. "
+                f"Labelled images that are to be classified are named by their path. Without train.evaluate_sets all sets "
+                f"next to the data are evaluated."
+            )
+        if name not in near:
+            check_source(name)
 
 
 def open_data(
@@ -187,13 +189,15 @@ def check_classes(source: ImageSource, path: str) -> str:
 
 
 def how_to_verify(path: str, recipe: str = "RECIPE") -> list[str]:
-    """Returns the commands that make a verification set for data that has none next to it."""
+    """Returns why no accuracy is measured, and the commands that hold a part of the data out."""
     place = Path(path).name or "data"
-    split = f"megaclass data split {path} --identities 0.1 --out {place}-split"
+    split = f"megaclass data split {path} --images 0.1 --out {place}-split"
     return [
-        f"there is no .bin file next to {path}: hold identities out with `{split}`, and train on the others",
+        f"there is no .bin file next to {path}, and no images were held out: hold some out with `{split}` and train "
+        "on the rest",
         f"  {split}",
         f"  megaclass train {recipe} data.path={place}-split/train train.run_dir=runs/{place}-split",
+        "With --identities instead of --images whole classes are held out: verification of people that training never saw.",
     ]
 
 

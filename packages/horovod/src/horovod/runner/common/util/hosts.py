@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaclass_launch.hosts import Host, hosts_from_file
@@ -59,15 +59,7 @@ def get_host_assignments(
         raise ValueError(f"Requested more processes ({min_num_proc}) than there are available slots ({size})")
     placements = place_ranks([Host(name=host.hostname, slots=host.slots) for host in hosts], size)
     return [
-        SlotInfo(
-            hostname=placement.host.name,
-            rank=world.rank,
-            local_rank=world.local_rank,
-            cross_rank=world.cross_rank,
-            size=world.size,
-            local_size=world.local_size,
-            cross_size=world.cross_size,
-        )
+        SlotInfo(placement.host.name, *(getattr(world, field.name) for field in fields(SlotInfo)[1:]))
         for placement in placements
         for world in placement.worlds
     ]
