@@ -74,9 +74,8 @@ class GlyphSource:
 
     def read(self, index: int) -> bytes:
         # Netpbm's bitmap, in which 0 is white: the ink. No compressor is involved whose version could change the bytes.
-        header = b"P4\n%d %d\n" % (SIDE, SIDE)
-        pixels: bytes = np.bitwise_not(self.glyphs.bits[index]).tobytes()
-        return header + pixels
+        header, paper = b"P4\n%d %d\n" % (SIDE, SIDE), np.bitwise_not(self.glyphs.bits[index])
+        return header + bytes(paper)
 
     def name_of(self, index: int) -> str:
         return f"U+{self.glyphs.codes[index]:04X} of design {self.glyphs.designs[index]}"
