@@ -1,6 +1,6 @@
 """Makes a set of about 105,000 classes, Chinese characters and Korean syllables, of which no two parts share a design.
 
-train            every design that is not related to a design of a test
+train            every design without relatives among the tests
 validation       one more design, to choose settings with
 test-a, -b, -c   one design each
 open-set         characters that are in none of the parts above, in all designs
