@@ -118,8 +118,9 @@ def trained_here(config: Config, options: argparse.Namespace, kind: str, rate: f
         torch.nn.utils.clip_grad_norm_(network.parameters(), config.optimizer.clip_norm)
         optimizer.step()
         if isinstance(head, PartialFC):
-            head.step(lr=lr)
-            move_unsampled_(head, labels, rate, step, lr, config)
+            head_lr = lr * (config.optimizer.head_lr or config.optimizer.lr) / config.optimizer.lr
+            head.step(lr=head_lr)
+            move_unsampled_(head, labels, rate, step, head_lr, config)
     network.eval()
     weight = head.weight if isinstance(head, nn.Linear) else head.rows()["weight"]
     bias = head.bias if isinstance(head, nn.Linear) else None
