@@ -8,7 +8,7 @@ Rows:
 head         `megaclass train RECIPE` with each rate, and `megaclass evaluate RUN --classify`
 linear       the same network and recipe with torch.nn.Linear and cross entropy
 insightface  PartialFC as InsightFace's torch code has it, at each rate below 1: positives count in the rate, and momentum and
-             decay move the rows that were not sampled, too. No setting of our head does that, so the loop is written here.
+             decay also move the rows that were not sampled. No setting of our head does that, so the loop is written here.
 pixels       the training image with the highest correlation of pixels answers, for a random sample of the test images
 rapidocr     the recogniser in the wheel rapidocr (pip install rapidocr onnxruntime), on a sample of the characters that it
              knows. The likeliest of them answers. Size, width and blur of its input are chosen on the validation design.
@@ -67,17 +67,7 @@ def by_head(options: argparse.Namespace, rate: float, seed: int) -> tuple[dict[s
     for test in TESTS:
         command += ["--classify", str(options.data / test)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {test: top_1(found, test) for test in TESTS}, seconds
-
-
-def top_1(found: object, test: str) -> float:
-    """Returns the accuracy on a test, wherever its numbers lie in the evaluation's JSON."""
-    for name, value in found.items() if isinstance(found, dict) else ():
-        if test in str(name) and isinstance(value, dict) and "top_k" in value:
-            return float(value["top_k"]["1"])
-        if isinstance(value, dict) and (inside := top_1(value, test)) >= 0:
-            return inside
-    return -1.0
+    return {test: found[test]["top_k"]["1"] for test in TESTS}, seconds
 
 
 def trained_here(config: Config, options: argparse.Namespace, kind: str, rate: float, seed: int) -> dict[str, float]:

@@ -32,6 +32,7 @@ TRANSLATED = [(ROOT / "README.md", ROOT / "README.zh-CN.md")]
 TRANSLATED += [(page.with_name(page.name.replace(".zh-CN", "")), page) for page in PAGES if ".zh-CN" in page.name]
 
 NOT_RUN = {
+    r"glyphs": "600 MB of fonts; tests/megaclass/data/test_glyphs.py draws with fonts that it makes",
     r"gpu-1|^srun|^sbatch": "several hosts or Slurm; tests/launch runs such lines with hosts in network namespaces",
     r"train\.nproc=8": "eight processes; tests/megaclass/training starts two and four",
     r"127\.0\.0\.1": "two agents; tests/launch runs it",

@@ -72,21 +72,28 @@ def test_the_launcher_gets_the_options_and_no_secret(monkeypatch):
             verbose=True, executable="/other/python")  # fmt: skip
     [(command, given)] = seen
     text = " ".join(command)
-    assert "--num-proc 2 -H localhost:2 --start-timeout 77 --ssh-port 2222 --ssh-identity-file key" in text
-    assert "--output-filename out --verbose /other/python -P -m horovod.runner.run_function_worker" in text
+    assert "--verbose --start-timeout 77 --ssh-port 2222 --ssh-identity-file key --output-filename out" in text
+    assert "--num-proc 2 --hosts localhost:2 /other/python -P -m horovod.runner.run_function_worker" in text
     assert given["env"]["HOROVOD_START_TIMEOUT"] == "77"
 
 
-def _call_with(results: dict[int, object], size: int) -> _FunctionCall:
+def _call_with(results: dict[int, tuple[bool, object]], size: int | None) -> _FunctionCall:
     call = _FunctionCall(b"", size, sys.executable)
     for rank, answer in results.items():
-        data = pickle.dumps(answer)
+        data = pickle.dumps((*answer, rank))
         call._results[rank] = bytearray(SIZE.pack(len(data)) + data)
     return call
 
 
 def test_results_come_by_rank_whatever_the_order_of_the_answers():
     assert _call_with({2: (True, "c"), 0: (True, "a"), 1: (True, "b")}, 3)._checked(0) == ["a", "b", "c"]
+
+
+def test_an_elastic_job_returns_what_the_ranks_sent_that_it_ends_with():
+    answers = {2: (True, "c"), 0: (False, "was lost"), 1: (True, "b")}
+    assert _call_with(answers, None)._checked(0) == ["b", "c"]
+    with pytest.raises(RuntimeError, match="was lost"):
+        _call_with(answers, None)._checked(1)
 
 
 def test_a_rank_that_fails_is_shown_with_its_traceback():

@@ -274,7 +274,7 @@ class TestWriting:
         write_glyphs(split_glyphs(fonts.draw(), fonts), tmp_path / "again", fonts.to_json())
         names = [path.relative_to(written) for path in written.rglob("*") if path.is_file() and path.suffix != ".cache"]
         names = [name for name in names if not name.name.endswith((".labels", ".cache"))]
-        assert len(names) == 29
+        assert len(names) == 24
         for name in names:
             assert (written / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
 

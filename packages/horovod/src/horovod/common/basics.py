@@ -281,9 +281,8 @@ def _end_generation(own: OwnConnections, has_left: threading.Event) -> None:
 
 def _import_before_ready() -> None:
     """Imports what a training needs after init(): the other ranks wait for this one from the rendezvous on."""
-    for name in ("keras" if "tensorflow" in sys.modules else "torch._dynamo", "cloudpickle"):
-        with contextlib.suppress(ImportError):
-            import_module(name)
+    with contextlib.suppress(ImportError):
+        import_module("keras" if "tensorflow" in sys.modules else "torch._dynamo")
     import_module("horovod.torch.elastic")
 
 

@@ -24,7 +24,7 @@ from megaclass.data.sources.files import read_image_file
 from megaclass.distributed.agreement import on_every_rank_for_long, paths_of_main_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.embed import log_resized
-from megaclass.evaluation.images import FileImages, find_images
+from megaclass.evaluation.images import GivenImages, find_images
 from megaclass.evaluation.protocol import Evaluator
 from megaclass.evaluation.search import GalleryShard, rows_of_rank
 
@@ -149,8 +149,8 @@ class _FeatureFiles(_Files):
 
 
 class _ImageFiles(_Files):
-    def _images(self) -> FileImages:
-        return FileImages(paths=self._files, image_size=self.evaluator.image_size, fit=self.evaluator.fit)
+    def _images(self) -> GivenImages:
+        return GivenImages(images=self._files, image_size=self.evaluator.image_size, fit=self.evaluator.fit)
 
     def rows(self, part: range) -> Rows:
         images = self._images()

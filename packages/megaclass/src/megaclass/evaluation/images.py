@@ -177,25 +177,6 @@ class PairImages(_FittedImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileImages(_FittedImages):
-    """Image files, read on access."""
-
-    paths: Sequence[Path]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def name(self, index: int) -> str:
-        return str(self.paths[index])
-
-    def content(self, index: int) -> Hashable:
-        return self.paths[index]
-
-    def _decoded(self, index: int) -> Pixels:
-        return decode_image(read_image_file(self.paths[index]), self.name(index))
-
-
-@dataclass(frozen=True, kw_only=True)
 class SourceImages(_FittedImages):
     """The images of labelled data, read on access."""
 
@@ -223,6 +204,10 @@ class GivenImages(_FittedImages):
     def name(self, index: int) -> str:
         image = self.images[index]
         return str(image) if isinstance(image, str | Path) else f"image {index} ({type(image).__name__})"
+
+    def content(self, index: int) -> Hashable:
+        image = self.images[index]
+        return str(image) if isinstance(image, str | Path) else index
 
     def _decoded(self, index: int) -> Pixels:
         return pixels_of(self.images[index], self.name(index))

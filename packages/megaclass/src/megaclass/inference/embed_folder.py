@@ -24,7 +24,7 @@ from megaclass.data.decode import Fit
 from megaclass.distributed.agreement import on_every_rank_for_long, on_main_rank_for_long, paths_of_main_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.embed import OnProgress, embed_part, log_resized
-from megaclass.evaluation.images import FileImages, find_images
+from megaclass.evaluation.images import GivenImages, find_images
 from megaclass.inference import LoadedModel
 from megaclass_launch.files import published_file
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
@@ -72,7 +72,7 @@ def embed_folder(
     paths = paths_of_main_rank(lambda: find_images(folder), device, group)
     parts = out.with_name(f".{out.name}.parts")
     on_main_rank_for_long(lambda: _prepare(parts, _plan(model, folder, paths, fit, mirror)), device, group)
-    images = FileImages(paths=paths, image_size=model.image_size, fit=fit)
+    images = GivenImages(images=paths, image_size=model.image_size, fit=fit)
     starts = range(0, len(paths), _CHUNK)
     num_bad = 0
 

@@ -246,7 +246,7 @@ def _open_face(job: tuple[Path, int, str]) -> Face:
 
 
 def _is_in(codes: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    return np.any([(codes >= first) & (codes <= last) for first, last in ranges], axis=0)
+    return np.asarray(np.any([(codes >= first) & (codes <= last) for first, last in ranges], axis=0))
 
 
 def _open_font(path: Path, index: int, size: int) -> FreeTypeFont:

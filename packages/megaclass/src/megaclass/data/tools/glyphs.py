@@ -1,6 +1,6 @@
 """Makes a set of about 105,000 classes, Chinese characters and Korean syllables, of which no two parts share a design.
 
-train            every design that is no relative of a design of a test
+train            every design without relatives among the tests
 validation       one more design, to choose settings with
 test-a, -b, -c   one design each
 open-set         characters that are in none of the parts above, in all designs
@@ -74,8 +74,8 @@ class GlyphSource:
 
     def read(self, index: int) -> bytes:
         # Netpbm's bitmap, in which 0 is white: the ink. No compressor is involved whose version could change the bytes.
-        header = b"P4\n%d %d\n" % (SIDE, SIDE)
-        return header + np.bitwise_not(self.glyphs.bits[index]).tobytes()
+        header, paper = b"P4\n%d %d\n" % (SIDE, SIDE), np.bitwise_not(self.glyphs.bits[index])
+        return header + bytes(paper)
 
     def name_of(self, index: int) -> str:
         return f"U+{self.glyphs.codes[index]:04X} of design {self.glyphs.designs[index]}"

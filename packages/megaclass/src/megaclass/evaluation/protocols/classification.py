@@ -9,7 +9,7 @@ does not know are counted, and show how well unknown classes are rejected; no ot
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,27 +62,16 @@ _MAX_FITTED = {"cpu": 1024, "cuda": 4096}
 _FEWEST_FITTED = 10
 
 
-def _are_rates(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(one, dict) and is_number(one.get("threshold")) and is_number_or_none(one.get("kept"))
-        for one in value.values()
-    )
+def _hold_numbers(*keys: str) -> Callable[[object], bool]:
+    """Returns the check of a list or table of records, each with a number under each key."""
 
+    def are_right(value: object) -> bool:
+        records: Any = value.values() if isinstance(value, dict) else value
+        return isinstance(value, dict | list) and all(
+            isinstance(one, dict) and all(is_number(one.get(key)) for key in keys) for one in records
+        )
 
-def _are_groups(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(one, dict)
-        and is_number(one.get("top_1"))
-        and all(is_count(one.get(key)) for key in ("images", "classes"))
-        for one in value.values()
-    )
-
-
-def _are_points(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and all(is_number(one.get(key)) for key in ("coverage", "accuracy", "threshold"))
-        for one in value
-    )
+    return are_right
 
 
 class ClassificationProtocol(EvaluationProtocol):
@@ -100,9 +89,9 @@ class ClassificationProtocol(EvaluationProtocol):
         "top_k": lambda value: are_shares(value) and isinstance(value, dict) and is_number(value.get("1")),
         "top_k_95": are_intervals,
         "mean_per_class": is_number,
-        "by_training_images": _are_groups,
-        "coverage": _are_points,
-        "reject": _are_rates,
+        "by_training_images": _hold_numbers("top_1", "images", "classes"),
+        "coverage": _hold_numbers("coverage", "accuracy", "threshold"),
+        "reject": _hold_numbers("threshold", "kept"),
         "reject_by": lambda value: isinstance(value, str),
         "temperature": is_number_or_none,
         "num_fitted": is_count,

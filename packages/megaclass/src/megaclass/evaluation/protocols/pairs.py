@@ -20,7 +20,7 @@ from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.files import read_image_file
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
-from megaclass.evaluation.images import FileImages, PairImages
+from megaclass.evaluation.images import GivenImages, PairImages
 from megaclass.evaluation.protocol import (
     RATE_CHECKS,
     Cell,
@@ -210,7 +210,7 @@ def _evaluate_bin(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
 
 def _evaluate_list(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
     pairs = on_every_rank(lambda: read_pairs_list(one.path), evaluator.device, evaluator.group)
-    images = FileImages(paths=pairs.paths, image_size=evaluator.image_size, fit=evaluator.fit)
+    images = GivenImages(images=pairs.paths, image_size=evaluator.image_size, fit=evaluator.fit)
     scored = _score(evaluator, one.name, images, pairs.is_same_N, pairs.num_folds)
     # A list may name files outside its own folder.
     names = [os.path.relpath(path, one.path.parent) for path in pairs.paths]
@@ -218,7 +218,7 @@ def _evaluate_list(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
 
 
 def _score(
-    evaluator: Evaluator, name: str, images: PairImages | FileImages, is_same_N: NDArray[np.bool_], num_folds: int = 10
+    evaluator: Evaluator, name: str, images: PairImages | GivenImages, is_same_N: NDArray[np.bool_], num_folds: int = 10
 ) -> ScoredPairs:
     embedded = evaluator.embed(images)
     return score_embeddings(name, embedded.sums_ND, is_same_N, xnorm=embedded.xnorm, num_folds=num_folds)
