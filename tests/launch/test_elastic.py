@@ -264,7 +264,7 @@ def test_with_a_hang_timeout_the_verdict_names_the_rank_and_the_others_go_on(run
     hung = pid_of(job, 1)
     (tmp_path / "hang-1").touch()
     job.says("the ranks leave generation 1, and one that has not left within 20 s is killed.", timeout_s=60)
-    where = r"rank 1 \(localhost\): in \S+/trains\.py:\d+ \(train\), asleep"
+    where = r"rank 1 \(localhost\): in \S+/trains\.py:\d+ \(train\)"
     verdict = rf"generation 1 hangs\. {where}; the other 2 ranks wait for it in allreduce of gradient\."
     assert re.search(verdict, job.err), job.story()
     # The driver's own watch, or the report of a rank that waits: whichever looks first.
