@@ -118,6 +118,10 @@ class Recorder:
                 result = function()
         except Exception:
             self._release_pool(stream.device_index)
+            if self._device.type == "cuda":
+                # A capture that failed may leave the state of the random numbers marked as captured; a copy is not.
+                generator = torch.cuda.default_generators[stream.device_index]
+                generator.graphsafe_set_state(generator.clone_state())
             raise
         return graph, result
 
