@@ -14,6 +14,7 @@ from megaclass.errors import DataError
 from megaclass.evaluation.centres import centres_in_memory
 from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.curves import curves_of
+from megaclass.evaluation.protocols.verification import FAR_TARGETS, far_name, threshold_at_far
 from megaclass.evaluation.report.from_runs import ModelReport, ReportData, report_of_runs
 from megaclass.evaluation.report.page import render_report
 from megaclass.evaluation.report.sets import operating_points
@@ -31,11 +32,15 @@ def test_an_operating_point_has_the_threshold_that_accepts_the_most_within_its_f
     rng = np.random.default_rng(0)
     is_same = np.arange(4000) % 4 == 0
     cosines = np.where(is_same, rng.normal(0.6, 0.15, 4000), rng.normal(0.1, 0.15, 4000)).clip(-1, 1)
-    rows = operating_points(curves_of(2 - 2 * cosines, is_same, threshold=1.0))
+    distances = 2 - 2 * cosines
+    at_far = {far_name(far): found for far, found in threshold_at_far(distances[~is_same], FAR_TARGETS).items()}
+    rows = operating_points(curves_of(distances, is_same, threshold=1.0), at_far)
     assert [title for title, _ in rows] == ["1e-1", "1e-2", "1e-3"], "3,000 different pairs show no smaller rate"
     for title, (threshold, tar, accepted) in rows:
-        at = float(threshold.text) - 5e-5  # as printed, four decimals
-        assert (cosines[~is_same] >= at).mean() <= float(title) + 1e-3
+        # verify() prints the same three decimals and decides by the same number.
+        at = 1 - at_far[title] / 2
+        assert threshold.text == f"{at:.3f}"
+        assert (cosines[~is_same] >= at).mean() <= float(title)
         assert tar.text == f"{(cosines[is_same] >= at).mean():.2%}"
         assert int(accepted.text.split()[0]) == pytest.approx((cosines[~is_same] >= at).sum(), abs=1)
 

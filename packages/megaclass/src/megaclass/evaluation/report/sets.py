@@ -1,7 +1,7 @@
 """The report's sections on evaluation sets: one table over all sets, and for each set numbers, charts and hardest pairs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,9 @@ def _panel(name: str, models: Sequence[ModelReport]) -> Panel | None:
         rows=[row for row in rows if row[0] not in empty],
         figures=figures,
         operating_points=[
-            (name, points) for name, result in own if result.curves and (points := operating_points(result.curves))
+            (name, points)
+            for name, result in own
+            if result.curves and (points := operating_points(result.curves, result.numbers.get("threshold_at_far", {})))
         ],
         mistakes=[(name, result) for name, result in own if result.hard_pairs],
         examples=[(model.name, result) for _, model, result in alike if result.examples is not None],
@@ -141,8 +143,11 @@ def _coverage(drawn: Sequence[tuple[int, str, Numbers]]) -> Figure:
     return _rates("Coverage", lines, x, y)
 
 
-def operating_points(curves: Curves) -> list[Row]:
-    """Returns (FAR, cells) from 0.1 down to the smallest FAR that the number of different pairs can show."""
+def operating_points(curves: Curves, threshold_at_far: Mapping[str, float | None]) -> list[Row]:
+    """Returns (FAR, cells) from 0.1 down to the smallest FAR that the number of different pairs can show.
+
+    threshold_at_far: squared distances as `verify` uses them; any threshold up to the next false accept accepts the same pairs.
+    """
     rows: list[Row] = []
     if curves.thresholds is None:
         return rows
@@ -153,8 +158,9 @@ def operating_points(curves: Curves) -> list[Row]:
         # The last point at or below the target accepts the most same pairs.
         place = int(np.flatnonzero(curves.far <= target)[-1])
         accepted = round(curves.far[place] * curves.num_different)
+        known = threshold_at_far.get(f"1e-{exponent}")
         cells = [
-            f"{curves.thresholds[place]:.4f}",
+            f"{curves.thresholds[place] if known is None else 1 - known / 2:.3f}",
             f"{curves.tar[place]:.2%}",
             f"{accepted:,} of {curves.num_different:,}",
         ]
