@@ -1,5 +1,6 @@
 """One model in every form it may come in: the same numbers from each."""
 
+import io
 import shutil
 
 import numpy as np
@@ -67,7 +68,9 @@ def test_one_image_in_every_form_gives_the_same_row(make_run, tmp_path, picture,
     bytes_3HW = torch.from_numpy(pixels).permute(2, 0, 1)
     inputs_3HW = bytes_3HW / 127.5 - 1
     expected = model.embed([path])
-    for given in (path, str(path), Image.open(path), pixels, pixels[None], bytes_3HW, bytes_3HW[None], inputs_3HW):
+    content = path.read_bytes()
+    files = [path, str(path), content, bytearray(content), io.BytesIO(content), Image.open(path)]
+    for given in (*files, pixels, pixels[None], bytes_3HW, bytes_3HW[None], inputs_3HW):
         assert model.embed(given).shape == (1, 16)
         assert model.embed(given) == pytest.approx(expected, abs=1e-5)
     mixture = model.embed([str(path), Image.open(path), pixels, bytes_3HW])
@@ -91,6 +94,8 @@ def test_one_image_in_every_form_gives_the_same_row(make_run, tmp_path, picture,
         (np.zeros((32, 32, 4), np.uint8), r"shape \(32, 32, 4\) and uint8: expected RGB bytes"),
         (7, "an object of int: expected the path of an image"),
         ([None], "Cannot embed image 0"),
+        (b"no image", r"image 0 \(bytes\)"),
+        ("https://example.org/a.jpg", "nothing is downloaded. Fetch it and give the bytes"),
         ([tmp_path], "is a folder: give its files"),
         (np.zeros((16, 16, 3), np.uint8), 'fit="pad"'),
     ):

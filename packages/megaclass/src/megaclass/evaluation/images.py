@@ -7,6 +7,7 @@ that was cropped for another model gives plausible but wrong numbers. The fit co
 """
 
 import hashlib
+import io
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -214,7 +215,20 @@ class GivenImages(_FittedImages):
 
 
 def pixels_of(image: object, name: str) -> Pixels:
-    """Returns (H, W, 3) RGB of a path, a Pillow image, or bytes as (H, W, 3), (H, W) or, in a tensor, (3, H, W)."""
+    """Returns (H, W, 3) RGB of a path, the content of an image file, a Pillow image, an array or a tensor.
+
+    Arrays hold RGB bytes (H, W, 3) or (H, W), tensors (3, H, W). Content: bytes or an open file.
+    """
+    if isinstance(image, str) and image.startswith(("http://", "https://")):
+        raise DataError(
+            f"Cannot embed {name}: nothing is downloaded. Fetch it and give the bytes: urllib.request.urlopen(url).read()."
+        )
+    if isinstance(image, io.IOBase):
+        if image.seekable():
+            image.seek(0)
+        image = image.read()
+    if isinstance(image, bytes | bytearray):
+        return decode_image(bytes(image), name)
     if isinstance(image, str | Path):
         if Path(image).is_dir():
             raise DataError(f"{name} is a folder: give its files, such as sorted(Path({name!r}).glob('*.jpg')).")
@@ -228,7 +242,7 @@ def pixels_of(image: object, name: str) -> Pixels:
         array = image
     else:
         raise DataError(
-            f"Cannot embed {name}: expected the path of an image file, a Pillow image, an array or a tensor."
+            f"Cannot embed {name}: expected the path of an image file, its bytes, a Pillow image, an array or a tensor."
         )
     is_plane = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3))
     if array.dtype != np.uint8 or not is_plane or not array.size:

@@ -1,5 +1,6 @@
 """A gallery to search in: the embeddings of its images, searched exactly or with faiss."""
 
+import io
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from megaclass.evaluation.images import GivenImages, find_images
 from megaclass.evaluation.search import GalleryShard, search_shard
 from megaclass_launch.files import published_file, write_text
 
-ImageInput = str | Path | Image.Image | NDArray[np.uint8] | Tensor
+ImageInput = str | Path | bytes | io.IOBase | Image.Image | NDArray[np.uint8] | Tensor
 """One image for embed(), or a batch of images in one array or tensor."""
 Comparable = ImageInput | Sequence[ImageInput] | NDArray[np.floating[Any]]
 """Images for embed(), or embeddings as floating numbers of shape (N, D) or (D,)."""
@@ -30,13 +31,14 @@ def listed_images(images: object) -> list[Any]:
     """Returns the images one by one: of a list, of a batch in one array or tensor, of a folder, or the only one."""
     if isinstance(images, str | Path) and Path(images).is_dir():
         return list(find_images(Path(images)))
-    if isinstance(images, str | Path | Image.Image) or (isinstance(images, np.ndarray | Tensor) and images.ndim <= 3):
+    is_one = isinstance(images, str | Path | bytes | bytearray | io.IOBase | Image.Image)
+    if is_one or (isinstance(images, np.ndarray | Tensor) and images.ndim <= 3):
         return [images]
     if isinstance(images, Iterable):
         return list(images)
     raise DataError(
-        f"Cannot embed an object of {type(images).__name__}: expected the path of an image or a folder, a Pillow image, an "
-        f"array, a tensor, or a list of these."
+        f"Cannot embed an object of {type(images).__name__}: expected the path of an image or a folder, the bytes of an "
+        f"image file, a Pillow image, an array, a tensor, or a list of these."
     )
 
 

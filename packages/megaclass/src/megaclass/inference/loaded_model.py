@@ -175,10 +175,10 @@ class LoadedModel:
         Images of another size are fitted as `fit` says, otherwise as in training if the model states it, otherwise refused
         unless `resize` allows to stretch them.
 
-        images: one image or a list of them: paths of files, Pillow images, RGB bytes as arrays (H, W, 3) or tensors
-        (3, H, W); or a batch in one array (N, H, W, 3) or tensor (N, 3, H, W); or a folder, whose images are taken in the
-        order of their paths. A floating tensor is taken as the network's input: (N, 3, H, W) with values in [-1, 1]. One
-        image gives one row.
+        images: one image or a list of them: paths of files, the content of files (bytes or open files), Pillow images,
+        RGB bytes as arrays (H, W, 3) or tensors (3, H, W); or a batch in one array (N, H, W, 3) or tensor (N, 3, H, W);
+        or a folder, whose images are taken in the order of their paths. A floating tensor is taken as the network's
+        input: (N, 3, H, W) with values in [-1, 1]. One image gives one row.
         mirror: False gives f(x); None mirrors as in training.
         batch_size: images per batch; None chooses it by the device.
         """
