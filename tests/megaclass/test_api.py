@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,12 @@ def test_a_loaded_model_goes_through_torch_export(tmp_path, monkeypatch):
     program = torch.export.export(model.network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for batch in (images, images[:2]):
         torch.testing.assert_close(program.module()(batch), model(batch), rtol=0, atol=1e-5)
+
+
+def test_a_tar_of_a_folder_in_place_of_a_recipe_gets_the_command_that_unpacks_it(tmp_path, capsys):
+    (tmp_path / "photos" / "anna").mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(tmp_path / "photos" / "anna" / "1.jpg")
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(tmp_path / "photos", "photos")
+    assert main(["train", str(tmp_path / "photos.tar")]) == 2
+    assert f"extract it (tar -xf {tmp_path / 'photos.tar'}) and name the folder" in capsys.readouterr().err

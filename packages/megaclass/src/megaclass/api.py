@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.backbones import check_backbone
-from megaclass.config.read import load_config, load_config_values, overrides_of, to_toml, value_given
+from megaclass.config.read import is_data, load_config, load_config_values, overrides_of, to_toml, value_given
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.errors import DataError, TrainError
@@ -205,7 +205,7 @@ def resolve_recipe(recipe: str | Path | None, overrides: Sequence[str], mode: St
     is_setting = recipe is not None and "=" in str(recipe) and not Path(recipe).exists()
     if is_setting:
         recipe, overrides = None, [str(recipe), *overrides]
-    if recipe is not None and not Path(recipe).is_dir():
+    if recipe is not None and not is_data(Path(recipe)):
         return Path(recipe), overrides
     if recipe is not None and (Path(recipe) / "config.toml").is_file():
         if mode.resume is None:

@@ -87,7 +87,7 @@ def add_train_commands(commands: Commands) -> None:
 
 
 def _train(options: argparse.Namespace, given: list[str]) -> int:
-    from megaclass.config.read import load_config, to_toml
+    from megaclass.config.read import is_data, load_config, to_toml
 
     for setting in options.settings:
         # An argument after a bare --resume is parsed as a setting.
@@ -96,7 +96,7 @@ def _train(options: argparse.Namespace, given: list[str]) -> int:
                 f"Cannot read the argument {setting!r}: expected section.key=value. To resume from it, write "
                 f"--resume={setting}."
             )
-    is_recipe = not options.recipe.is_dir() and "=" not in str(options.recipe)
+    is_recipe = not is_data(options.recipe) and "=" not in str(options.recipe)
     # Torch is not loaded for a mistake in a setting, and not for --show-config.
     config = load_config(options.recipe, options.settings) if is_recipe else None
     if options.show_config and config is not None:

@@ -369,6 +369,11 @@ def recipe_path(given: Path) -> Path:
     return shipped if shipped.is_file() else given
 
 
+def is_data(given: Path) -> bool:
+    """Tells whether what stands in place of a recipe is a folder or a file of images."""
+    return given.is_dir() or (given.is_file() and given.suffix in (".tar", ".rec"))
+
+
 def recipe_names() -> list[str]:
     """Returns the names of the package's recipes, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
