@@ -31,8 +31,11 @@ class HangingNet(SlimNet):
 
 def hang(cause: str) -> None:
     if cause == "native":
-        # PyDLL keeps the interpreter lock: no other Python thread of this process runs any more.
-        ctypes.PyDLL(None).sleep(600)
+        # PyDLL keeps the interpreter lock: no other Python thread of this process runs any more. A mutex that is locked twice,
+        # because the signal that asks for stacks would end a sleep.
+        library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
     elif cause in ("slow", "all-slow"):
         # Longer than the limit of 3 s, then it goes on.
         time.sleep(8)

@@ -57,6 +57,9 @@ class LocalHangWatch:
             return "", False
         silent_s = now - self._pages[rank].read().progress_at
         reports = collect(running, self._host)
+        if self._pages[rank].read().late_s(time.monotonic(), since=since) <= 0:
+            # Its step has finished meanwhile: the stacks may show all ranks in the collective that ended it.
+            return "", False
         verdict = find_verdict(reports)
         is_new, self._said = verdict.text != self._said, verdict.text
         # If the job continues, the next report comes when the rank has been late as long again.
