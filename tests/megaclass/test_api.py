@@ -193,6 +193,19 @@ def test_a_run_ends_when_its_evaluations_bring_no_better_accuracy(tmp_path, monk
 
 
 @pytest.mark.ranks
+def test_a_run_that_only_classifies_ends_by_that_accuracy(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw(Path("photos"), 6, 6)
+    draw(Path("others"), 6, 3)
+    settings = {"lr": 1e-9, "epochs": 200, "evaluate_epochs": 0.5, "patience": 2, "evaluate_sets": ["others"]}
+    small = {name: value for name, value in TINY.items() if name != "synth"}
+    run = megaclass.train("photos", data={"path": "photos", "size": 32}, **settings, **small)
+    found = [row["classification_top_1"] for row in run.metrics if "classification_top_1" in row]
+    assert len(found) - 1 - found.index(max(found)) == 2 and len(found) < 400
+    assert "the last 2 evaluations brought no better accuracy than" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
 def test_settings_may_be_a_config_and_a_run_may_have_a_warm_up_that_is_too_long(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     overrides = [one for name, value in TINY.items() for one in overrides_of(name, value)]

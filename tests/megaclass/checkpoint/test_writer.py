@@ -416,6 +416,13 @@ def test_verification_accuracy_counts_before_the_loss(tmp_path):
     assert steps(tmp_path) == [2, 4]
 
 
+def test_without_verification_the_accuracy_of_classification_counts_before_the_loss(tmp_path):
+    metrics = [{"loss": 1.0}, {"loss": 3.0, "classification_top_1": 0.9}, {"loss": 2.0, "classification_top_1": 0.8}]
+    save_all(tmp_path, [*metrics, {"loss": 2.0}], keep=1)
+    assert steps(tmp_path) == [2, 4]
+    assert best_folder(sorted(tmp_path.iterdir())) == checkpoint_folder(tmp_path, 2)
+
+
 def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
     save_all(tmp_path, [{"loss": 1.0}], keep=1)
     (checkpoint_folder(tmp_path, 1) / "manifest.json").write_text("{}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.errors import CheckpointError
 
-ACCURACY, LOSS = "verification_accuracy", "loss"
+ACCURACY, TOP_1, LOSS = "verification_accuracy", "classification_top_1", "loss"
 # Exact, because checkpoints may be removed: a user's copy such as step-000001000-keep must not count as one.
 _NAME = r"step-(\d{9,})"
 
@@ -72,24 +72,23 @@ def folders_to_delete(checkpoints: Path, newest: Path, keep: int) -> list[Path]:
 
 
 def best_folder(folders: Iterable[Path]) -> Path | None:
-    """Returns the checkpoint of the highest verification accuracy, or of the lowest loss if none was evaluated.
+    """Returns the checkpoint of the highest accuracy in verification, else in classification, else of the lowest loss.
 
     Of equal ones the last is the best. A checkpoint without a readable manifest or a finite number is never the best.
     """
-    by_accuracy: list[tuple[float, int, Path]] = []
-    by_loss: list[tuple[float, int, Path]] = []
+    rankings: dict[str, list[tuple[float, int, Path]]] = {ACCURACY: [], TOP_1: [], LOSS: []}
     for place, folder in enumerate(folders):
         try:
             metrics = read_manifest(folder).metrics
         except CheckpointError:
             continue
-        for name, sign, ranking in ((ACCURACY, 1, by_accuracy), (LOSS, -1, by_loss)):
+        for name, ranking in rankings.items():
             if math.isfinite(metrics.get(name, math.nan)):
                 # The place decides between equal numbers, before the paths would be compared.
-                ranking.append((sign * metrics[name], place, folder))
+                ranking.append((-metrics[name] if name == LOSS else metrics[name], place, folder))
     # Never mixed: a checkpoint that was not evaluated cannot be compared with one that was.
-    ranking = by_accuracy or by_loss
-    return max(ranking)[2] if ranking else None
+    chosen = next(filter(None, rankings.values()), [])
+    return max(chosen)[2] if chosen else None
 
 
 def _entries(checkpoints: Path) -> list[Path]:

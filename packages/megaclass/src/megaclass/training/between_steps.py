@@ -13,6 +13,7 @@ Every condition depends on the step alone or on what all ranks have agreed, so a
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megaclass.checkpoint.retention import ACCURACY, TOP_1
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
@@ -43,7 +45,6 @@ from megaclass_launch.rank_status import own_status
 _logger = logging.getLogger("megaclass.training")
 # The progress bar shows the data wait above this share.
 _SHOWN_WAIT_SHARE = 0.05
-_ACCURACY = "verification_accuracy"
 
 
 class BetweenSteps:
@@ -82,7 +83,7 @@ class BetweenSteps:
         """The request to stop before the last step, if there is one."""
         self._ends_early = False
         """On rank 0: a callback or train.patience has asked to end the run here."""
-        self._accuracies: list[float] = [row[_ACCURACY] for row in rows if isinstance(row.get(_ACCURACY), float)]
+        self._accuracies: list[float] = [found for row in rows if (found := _first_accuracy(row)) is not None]
         """Of the first set, in every evaluation of the run."""
 
     @property
@@ -180,9 +181,10 @@ class BetweenSteps:
     def _is_past_patience(self, row: dict[str, Any]) -> bool:
         """Tells whether the last train.patience evaluations brought no better accuracy than an earlier one."""
         patience = self._run.config.train.patience
-        if not patience or _ACCURACY not in row:
+        accuracy = _first_accuracy(row)
+        if not patience or accuracy is None:
             return False
-        self._accuracies.append(row[_ACCURACY])
+        self._accuracies.append(accuracy)
         best = self._accuracies.index(max(self._accuracies))
         if len(self._accuracies) - 1 - best < patience:
             return False
@@ -296,8 +298,13 @@ def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: s
 
 
 def accuracies(results: list[SetResult]) -> dict[str, float]:
-    """Returns the accuracy of each set by name, and that of the first one of pairs as `verification_accuracy`."""
+    """Returns the accuracy of each set by name, and those of the first one of pairs and of the first to classify by kind."""
     found = {result.name: float(result.numbers["accuracy"]) for result in results if "accuracy" in result.numbers}
-    first = {_ACCURACY: next(iter(found.values()))} if found else {}
     tops = {result.name: float(result.numbers["top_k"]["1"]) for result in results if "top_k" in result.numbers}
+    first = {kind: next(iter(of_kind.values())) for kind, of_kind in ((ACCURACY, found), (TOP_1, tops)) if of_kind}
     return first | {f"accuracy_{name}": accuracy for name, accuracy in (found | tops).items()}
+
+
+def _first_accuracy(row: Mapping[str, Any]) -> float | None:
+    """Returns the number by which evaluations are compared: that of verification, else that of classification."""
+    return next((row[kind] for kind in (ACCURACY, TOP_1) if isinstance(row.get(kind), float)), None)
