@@ -242,6 +242,16 @@ def test_the_command_classifies_and_keeps_the_examples(make_run, tmp_path, pictu
     assert "there is no such folder" in capsys.readouterr().err
 
 
+def test_sets_may_be_given_together_or_one_by_one(make_run, tmp_path, picture, capsys):
+    run = make_run()
+    sets = [
+        str(_folder(tmp_path / name, picture, [f"{number}" for number in range(3)], range(2))) for name in ("a", "b")
+    ]
+    for given in (["--classify", *sets], ["--classify", sets[0], "--classify", sets[1]]):
+        assert main(["evaluate", str(run), *given, "--device", "cpu", "--json"]) == 0
+        assert list(json.loads(capsys.readouterr().out)) == ["a-classes", "b-classes"]
+
+
 def test_a_model_without_centres_says_how_to_get_them(make_run, tmp_path, picture, capsys):
     folder = _folder(tmp_path / "holdout", picture, ["a", "b"], range(2))
     assert main(["export", str(make_run()), "--to", "safetensors", "--out", str(tmp_path / "out")]) == 0
