@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass_launch.agent import driver_connection
-from megaclass_launch.agent.driver_connection import DriverConnection
+from megaclass_launch.agent import agent
+from megaclass_launch.agent.agent import DriverConnection
 from megaclass_launch.agent.rank_watch import RankWatch
-from megaclass_launch.agent.worker_pipes import WorkerOutput
-from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
+from megaclass_launch.agent.workers import Rank0Ports, WorkerOutput, WorkerSetup
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.rank_status import OwnStatus
 from megaclass_launch.wire.protocol import encode
@@ -57,7 +56,7 @@ def driver(selector, monkeypatch):
         os.set_blocking(their_in, False)
         os.set_blocking(their_out, False)
         # Not in the module sys itself: pytest sets its stdout anew between a fixture and the test.
-        monkeypatch.setattr(driver_connection, "sys", SimpleNamespace(stdin=stdin, stdout=stdout))
+        monkeypatch.setattr(agent, "sys", SimpleNamespace(stdin=stdin, stdout=stdout))
         end = DriverEnd(selector, our_in, our_out)
         yield end
     os.close(our_out)

@@ -16,11 +16,19 @@ import torch
 
 import megaclass_launch
 from megaclass.cli.main import main
-from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
 from megaclass_launch.check.probe import code_digest
-from megaclass_launch.check.report import FindingState, Report, bad, good
-from megaclass_launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
-from megaclass_launch.wire.plain_text import plain_lines
+from megaclass_launch.check.probe_client import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
+from megaclass_launch.check.rules import (
+    FindingState,
+    Report,
+    bad,
+    clock_finding,
+    default_slots,
+    difference_findings,
+    good,
+    host_findings,
+)
+from megaclass_launch.wire.checks import plain_lines
 from megaclass_launch.wire.protocol import ProtocolError
 
 _MEMORY = {"free_bytes": 130 << 30, "total_bytes": 140 << 30}

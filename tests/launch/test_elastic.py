@@ -17,7 +17,7 @@ _QUICK = """
 import os, sys, time
 from pathlib import Path
 from megaclass_launch.rank_status import own_status
-from megaclass_launch.elastic.worker import Why, elastic_worker
+from megaclass_launch.elastic import Why, elastic_worker
 folder = Path(__file__).parent
 worker, why = elastic_worker(), Why.START
 def is_there(name):

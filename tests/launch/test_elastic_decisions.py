@@ -8,10 +8,10 @@ import pytest
 from megaclass_launch.driver import generations
 from megaclass_launch.driver.agent_pipe import PipeState
 from megaclass_launch.driver.discovery import DiscoveryAnswer
+from megaclass_launch.driver.driver import on_message
 from megaclass_launch.driver.generations import dismiss, is_enough, update_hosts
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import HostTable, JobState, Open, Order, Tell
-from megaclass_launch.driver.messages import on_message
 from megaclass_launch.driver.outcome import Outcome
 from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.hosts import Host

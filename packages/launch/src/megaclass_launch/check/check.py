@@ -16,10 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
-from megaclass_launch.check.probe_client import ProbeClient
-from megaclass_launch.check.report import Finding, Report, bad, doubtful, good
-from megaclass_launch.check.rules import Facts, clock_finding, default_slots, difference_findings, host_findings
+from megaclass_launch.check.probe_client import (
+    ProbeClient,
+    connection_in,
+    facts_in,
+    listening_in,
+    reached_in,
+    rows_in,
+    time_in,
+)
+from megaclass_launch.check.rules import (
+    Facts,
+    Finding,
+    Report,
+    bad,
+    clock_finding,
+    default_slots,
+    difference_findings,
+    doubtful,
+    good,
+    host_findings,
+)
 from megaclass_launch.driver.ssh import SshSettings, agent_command, cause_and_advice, login_command
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host

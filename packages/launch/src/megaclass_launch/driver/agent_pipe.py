@@ -21,7 +21,7 @@ from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
 from megaclass_launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
-from megaclass_launch.wire.protocol import Message, MessageReader, encode, greeting
+from megaclass_launch.wire.protocol import Message, MessageReader, Outbox, encode, greeting
 
 _READ_BYTES = 1 << 18
 _KEPT_STDERR_BYTES = 8192
@@ -62,7 +62,6 @@ class AgentPipe:
         self._reader = MessageReader(
             after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
         )
-        self._unsent = bytearray()
         try:
             self.process = subprocess.Popen(
                 command,
@@ -80,6 +79,7 @@ class AgentPipe:
         # One thread serves all hosts: a host that does not read, or sends without end, must not stop the others.
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
+        self._unsent = Outbox(partial(os.write, self.stdin.fileno()))
 
     @property
     def name(self) -> str:
@@ -92,26 +92,18 @@ class AgentPipe:
 
     @property
     def has_unsent(self) -> bool:
-        return bool(self._unsent)
+        return bool(self._unsent.num_bytes)
 
     def send(self, message: Message) -> None:
         """Queues a message and writes as much as the pipe takes now."""
-        # Never written past the queue: messages must stay in order, and a part of one may still wait here.
-        self._unsent += encode(message)
-        self.write()
+        if not self.stdin.closed:
+            self._unsent.add(encode(message))
 
     def write(self) -> None:
-        """Writes as much of the queue as the pipe takes. A reader that has gone is noticed at stdout."""
-        while self._unsent and not self.stdin.closed:
-            try:
-                written = os.write(self.stdin.fileno(), self._unsent)
-            except BlockingIOError:
-                return
-            # Not an error yet: messages of the agent may still wait in stdout, for example why it ended.
-            except BrokenPipeError:
-                self._unsent.clear()
-                return
-            del self._unsent[:written]
+        """Writes as much of the queue as the pipe takes."""
+        # That the reader is gone is noticed at stdout, where messages may still wait, for example why it ended.
+        if not self.stdin.closed:
+            self._unsent.write()
 
     def read(self) -> Iterator[tuple[Message, bytes]] | None:
         """Returns the checked messages that arrived, or None at the end of the stream.

@@ -23,10 +23,9 @@ do not hang. Before the first generation it treats the job as one that is not el
 import time
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.job import JobState
+from megaclass_launch.driver.job import JobState, WorkerRecord
 from megaclass_launch.driver.job_end import end, note_failure
 from megaclass_launch.driver.outcome import Outcome, Reason
-from megaclass_launch.driver.rank_table import WorkerRecord
 from megaclass_launch.exit_codes import EXIT_HUNG
 from megaclass_launch.hang.record import new_name
 from megaclass_launch.hang.stacks import LookClock, RankReport

@@ -14,7 +14,7 @@ from megaclass_launch.options import RunOptions
 from megaclass_launch.signals import SignalQueue
 from megaclass_launch.wire.agent_messages import RESULT_STREAM
 from megaclass_launch.wire.call import PIECE, CallPipes
-from megaclass_launch.wire.plain_text import for_terminal, plain_lines
+from megaclass_launch.wire.checks import for_terminal, plain_lines
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.job import Generation, JobState, Open
+from megaclass_launch.driver.job import Generation, JobState, Open, WorkerRecord
 from megaclass_launch.driver.job_end import end
 from megaclass_launch.driver.outcome import Outcome
-from megaclass_launch.driver.rank_table import WorkerRecord
 from megaclass_launch.driver.ssh import why_not_started
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import EXIT_USER_ERROR

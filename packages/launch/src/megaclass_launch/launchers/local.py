@@ -25,11 +25,11 @@ from megaclass_launch.hang.stacks import LookClock, WatchedRank, collect, latest
 from megaclass_launch.hang.verdict import find_verdict, hang_sentence, slow_sentence, steps_done
 from megaclass_launch.hosts import Host
 from megaclass_launch.launchers.ssh import this_machine
-from megaclass_launch.network import hold_store_port, offer_store_socket, reserve_port
 from megaclass_launch.operating_system import readable
 from megaclass_launch.options import FAULT_GRACE_S, RunOptions
 from megaclass_launch.placement import job_environment, place_ranks, rank_environment, without_other_starters
 from megaclass_launch.rank_status import FD_NAME, StatusPage
+from megaclass_launch.rendezvous.addresses import hold_store_port, offer_store_socket, reserve_port
 from megaclass_launch.rendezvous.job_secret import new_secret
 from megaclass_launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 

@@ -11,9 +11,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, Reason, failure_report, headline
+from megaclass_launch.driver.outcome import (
+    LastLines,
+    Outcome,
+    OutcomeDecision,
+    Reason,
+    StartResult,
+    failure_report,
+    headline,
+    run_job,
+)
 from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.driver.restarts import StartResult, run_job
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import (
     EXIT_HOST_LOST,

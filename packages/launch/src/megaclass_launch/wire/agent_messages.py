@@ -15,10 +15,8 @@ is a ProtocolError; the driver then treats the host as failed.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megaclass_launch.elastic.worker import Why
-from megaclass_launch.wire.checks import Check, ip_address, is_whole, number, one_of, text, truth, whole
-from megaclass_launch.wire.plain_text import plain_text
-from megaclass_launch.wire.protocol import Message, ProtocolError
+from megaclass_launch.wire.checks import Check, ip_address, is_whole, number, one_of, plain_text, text, truth, whole
+from megaclass_launch.wire.protocol import Message, ProtocolError, Why
 
 STREAMS = ("stdout", "stderr")
 RESULT_STREAM = "result"

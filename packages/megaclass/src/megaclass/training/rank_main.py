@@ -38,7 +38,7 @@ from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
 from megaclass.training.start.resume import resume_run
-from megaclass_launch.elastic.worker import Assignment, elastic_worker
+from megaclass_launch.elastic import Assignment, elastic_worker
 from megaclass_launch.errors import StateLostError
 from megaclass_launch.exit_codes import EXIT_RESUME_ME
 from megaclass_launch.rank_status import own_status
