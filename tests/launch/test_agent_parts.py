@@ -313,10 +313,12 @@ def test_a_rank_that_has_become_late_is_reported_before_the_next_heartbeat():
     begun = time.monotonic()
     watch.check(begun)
     ranks[0].progress(allowed_s=100.0, step=1)
+    ranks[1].name_limit("no step has finished", "train.hang_after_s")
     ranks[1].progress(allowed_s=0.001, step=1)
     time.sleep(0.01)
     watch.check(begun + 1.1)
     [status] = [message for message in said if message["say"] == "status"]
-    assert status["is_training"] and 0.0 < status["silent_s"] < 60.0 and status["idle_s"] >= status["silent_s"] - 60.0
+    assert (status["missing"], status["setting"]) == ("no step has finished", "train.hang_after_s")
+    assert 0.0 < status["silent_s"] < 60.0 and status["idle_s"] >= status["silent_s"] - 60.0
     watch.check(begun + 2.2)
     assert len([message for message in said if message["say"] == "status"]) == 1

@@ -94,7 +94,7 @@ def test_a_line_that_is_no_message_is_refused(line):
     reader = Channel(theirs)
     sender = threading.Thread(target=ours.sendall, args=(line,))
     sender.start()
-    with pytest.raises(match=r"is not a message|a line of more than"):
+    with pytest.raises(ProtocolError, match=r"is not a message|a line of more than"):
         while True:
             reader.receive()
     reader.close()

@@ -262,7 +262,7 @@ def _describe(place: _Place) -> str:
         case "silent":
             call = f"; its main thread is waiting in {report.waits_for}" if report.waits_for else ""
             return f"{name}: gives no Python stacks (another kind of program, or no CPU time){call}"
-    is_known = report.phase in ("", "training") or bool(place.collective)
+    is_known = not report.phase or bool(place.collective)
     behind = "" if is_known else f" ({report.phase})"
     if place.collective:
         at = f" at {place.where.removeprefix('in ')}" if place.where else ""
@@ -340,12 +340,12 @@ def describe_groups(verdict: HangVerdict) -> str:
 # The one message about a hang, the same with and without a driver.
 
 
-def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:
+def hang_sentence(silent_s: float, verdict: HangVerdict, *, what: str) -> str:
     """Returns the message about a job that is ended. silent_s: since the last progress; what: the progress that is missing."""
     return f"the job hangs: {what} for {silent_s:.0f} s. {verdict.text}."
 
 
-def slow_sentence(silent_s: float, verdict: HangVerdict, *, what: str = "no step has finished") -> str:
+def slow_sentence(silent_s: float, verdict: HangVerdict, *, what: str) -> str:
     """Returns the message about a job that goes on, because its ranks may only be slow."""
     why = "the job continues, because no rank is seen to wait for another"
     return f"{what} for {silent_s:.0f} s; {why}. {verdict.text}."

@@ -99,6 +99,7 @@ class AgentMessageChecker:
         """Returns the fields of each kind of message: a check, and whether the field is required."""
         rank = (self._rank, True)
         pid = (whole(1, _MAX_PID), True)
+        words = dict.fromkeys(("missing", "setting"), (text(max_length=40), False))
         port, store_port = whole(1, 65535), whole(0, 65535)
         of_elastic_jobs: dict[str, dict[str, tuple[Check, bool]]] = {
             # The first three come from workers by way of their agent, and the driver trusts neither.
@@ -127,14 +128,15 @@ class AgentMessageChecker:
             "exit": {"rank": rank, "pid": pid, "code": (whole(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
             "progress": {"step": (whole(0, MAX_STEP), True)},
-            # Where the ranks are: seconds since the last progress of any, and of one that is late.
-            "status": {"idle_s": (number, True), "silent_s": (number, False), "is_training": (truth, False)},
+            # Where the ranks are: seconds since the last progress of any, and of one that is late, with its words for that.
+            "status": {"idle_s": (number, True), "silent_s": (number, False), **words},
             "kept": {"folder": (text(), True)},
             "stacks": {
                 "rank": rank,
                 "pid": pid,
                 "state": (one_of(_STATES), True),
                 "step": (whole(-1, MAX_STEP), True),
+                **dict.fromkeys(("is_late", "is_still_late"), (truth, True)),
                 "main_thread": (whole(0, (1 << 64) - 1), True),
                 **dict.fromkeys(("phase", "detail", "waits_for", "file_wait", "package"), (text(), True)),
             },

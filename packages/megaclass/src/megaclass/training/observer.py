@@ -113,6 +113,7 @@ class HangLimit:
         self._median_s = 0.0
         self._longest_s = 0.0
         first_s = 0.0 if self._given_s == 0 else max(self._given_s or 0.0, _FIRST_STEP_S * (1 + is_compiled))
+        self._status.name_limit("no step has finished", "train.hang_after_s")
         self._status.progress(step=first_step, phase="first step", allowed_s=first_s)
         self._read_at = self._marked_at = time.monotonic()
 
@@ -133,7 +134,7 @@ class HangLimit:
         # The host may be several steps ahead of its GPU and then has to wait for all of them.
         ahead_s = self._num_unread * self._median_s
         limit_s = self.limit_s()
-        self._status.progress(step=step, phase="training", allowed_s=limit_s + ahead_s if limit_s else 0.0)
+        self._status.progress(step=step, allowed_s=limit_s + ahead_s if limit_s else 0.0)
 
     def all_read(self) -> None:
         """Marks that the device has finished all steps up to now, which tells how long a step takes."""
