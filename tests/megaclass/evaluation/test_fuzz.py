@@ -28,8 +28,8 @@ from megaclass.evaluation.training_images import write_training_images
 from megaclass.inference import load
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.phases import PHASES
+from megaclass.training.run.run import EVENTS
 from megaclass.training.top import draw, read_run
-from megaclass_launch.events_file import EVENTS
 
 SAMPLE_MUTATIONS = 60
 

@@ -21,7 +21,7 @@ Everything happens in one thread, in `Agent._loop`; no field needs a lock. The p
     WorkerChannels      messages with the workers of an elastic job    see workers.py
     Supervisor          starts, signals, reaps and kills workers       the workers, the time of SIGKILL
     WorkerOutput        from the workers' pipes to the driver          the open pipes, and whether they are read
-    AgentCall           the function of horovod.run(), if there is one     its file: the driver's "call" messages
+    AgentCall           the function of a job that is a call             its file: the driver's "call" messages
     RankWatch           heartbeats, progress, stacks of ranks that hang    see rank_watch.py
     _is_ending          the workers were told to end                   _end; read by _is_over and _note_exits
     _helpers_until      time for helper processes to leave             _end_leftovers, once the last rank has ended

@@ -158,10 +158,10 @@ class WorkerOutput:
         self._pipes: dict[int, tuple[Worker, str]] = {}
         """Worker and stream by file number, until the stream ends."""
         self._results: dict[int, IO[bytes]] = {}
-        """Pipe for the result by rank, in jobs of horovod.run()."""
+        """Pipe for the result by rank, in a job that is a call of a function."""
 
     def watch(self, worker: Worker, result_fd: int | None = None) -> None:
-        """Reads the output of a worker that was started. result_fd: the pipe for its result, in jobs of horovod.run()."""
+        """Reads the output of a worker that was started. result_fd: the pipe for its result, if it calls a function."""
         pipes = {"stdout": worker.process.stdout, "stderr": worker.process.stderr}
         if result_fd is not None:
             pipes["result"] = self._results[worker.rank] = os.fdopen(result_fd, "rb", buffering=0)

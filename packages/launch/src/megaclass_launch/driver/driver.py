@@ -304,7 +304,7 @@ class JobRun:
         job = self._job
         assert job.io.call is not None
         self._pipes.selector.unregister(job.io.call.caller_fd)
-        job.messages.say("the process that called horovod.run() has ended; ending the ranks.")
+        job.messages.say("the process that asked for this job has ended; ending the ranks.")
         job_end.end(job, Outcome(exit_code=EXIT_USER_ERROR, may_restart=False))
 
     def _beat(self, now: float) -> None:

@@ -289,7 +289,7 @@ def _run_with_restarts(job: RestartableJob, num_restarts: int, io: DriverIo) -> 
             return outcome
         if (number := _pause(limit, io)) is not None:
             return Outcome(exit_code=exit_status(-number), may_restart=False)
-        # The ranks read this number in MEGACLASS_RESTART; `megaclass train` then continues its run instead of starting as told.
+        # The ranks read this number in MEGACLASS_RESTART, and may continue a run instead of starting as told.
         restart += 1
         io.messages.say(f"restart {restart} of {num_restarts}: {job.describe()}.")
 

@@ -206,7 +206,7 @@ class RankOutput:
         return lines
 
     def put_result(self, rank: int, data: bytes) -> None:
-        """Passes on a piece of the rank's result to the process that called horovod.run()."""
+        """Passes on a piece of the rank's result to the process that asked for the job."""
         self._screen.put(RESULT_STREAM, PIECE.pack(rank, len(data)) + data)
 
     def finish(self, rank: int) -> list[bytes]:
@@ -284,7 +284,7 @@ class DriverIo:
     messages: DriverMessages
     signals: SignalQueue
     call: CallPipes | None = None
-    """Pipes to the process that called horovod.run(), if the job is one of its calls."""
+    """Pipes to the process that asked for the job, if the job is a call of a function."""
 
     @classmethod
     def open(cls, options: RunOptions, num_ranks: int, signals: SignalQueue) -> "DriverIo":

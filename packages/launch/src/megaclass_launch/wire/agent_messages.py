@@ -20,7 +20,7 @@ from megaclass_launch.wire.protocol import Message, ProtocolError, Why
 
 STREAMS = ("stdout", "stderr")
 RESULT_STREAM = "result"
-"""Third stream of the ranks of horovod.run(): the pickled result, which only the caller reads."""
+"""Third stream of ranks that were given a function: the pickled result, which only the caller reads."""
 MAX_AGENT_LINE_BYTES = 1 << 20
 """The pids of 10,000 ranks take a fifth of it."""
 MAX_OUTPUT_BYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""The function of horovod.run() on its way to the ranks, and the results on their way back. Standard library only.
+"""A job that is a call: the function on its way to the ranks, and the results on their way back. Standard library only.
 
     caller --pipe--> driver --"call" messages--> agent --memory file--> rank
     caller <--pipe-- driver <--stream "result"-- agent <--pipe--------- rank
@@ -28,7 +28,7 @@ _PIECE_BYTES = 1 << 19
 
 
 class CallPipes:
-    """The driver's ends of the pipes to the process that called horovod.run()."""
+    """The driver's ends of the pipes to the process that asked for the job."""
 
     def __init__(self, fds: tuple[int, int]) -> None:
         """Reads the call. The first pipe stays open until the caller ends: its end means that the caller is gone."""
@@ -42,7 +42,7 @@ class CallPipes:
         data = bytearray()
         while len(data) < num_bytes:
             if not (more := os.read(self.caller_fd, min(1 << 20, num_bytes - len(data)))):
-                raise LaunchError("The process that called horovod.run() ended before it had sent the function.")
+                raise LaunchError("The process that asked for this job ended before it had sent the function.")
             data += more
         return bytes(data)
 
