@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.horovod.jobs import error_of, in_job, job
+from tests.horovod.wire_bytes import SentBytes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod.torch as hvd
-from megaclass_launch.ranks.wire_bytes import SentBytes
 from megaclass_launch.ranks.wire_formats import WIRE_FORMATS, compression_hook
 
 

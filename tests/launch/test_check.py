@@ -397,7 +397,7 @@ def test_a_python_that_says_nothing_here_is_not_blamed_on_ssh(capsys, tmp_path):
 def test_a_python_that_is_not_there_is_named(capsys):
     assert main(["check", "--python", "/nowhere/python"]) == 2
     assert (
-        "Cannot start /nowhere/python on this machine: No such file or directory. Set --python"
+        "Cannot start '/nowhere/python' for localhost: No such file or directory. Set --python"
         in capsys.readouterr().err
     )
 

@@ -403,14 +403,9 @@ def elastic_worker() -> ElasticWorker | None:
 
 
 def _assignment(message: Message) -> Assignment:
+    same = ("generation", "token", "secret", "worker", "previous_size", "needs_sync", "has_progressed")
     return Assignment(
-        generation=int(message["generation"]),
-        token=str(message["token"]),
+        **{name: message[name] for name in same},
         world=World(**message["world"]),
-        secret=str(message["secret"]),
-        worker=int(message["worker"]),
         members=tuple(Member(**member) for member in message["members"]),
-        previous_size=int(message["previous_size"]),
-        needs_sync=bool(message["needs_sync"]),
-        has_progressed=bool(message["has_progressed"]),
     )

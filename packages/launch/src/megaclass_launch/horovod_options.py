@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaclass_launch.errors import LaunchError
+from megaclass_launch.errors import LaunchError, clipped
 
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
@@ -126,7 +126,7 @@ def read_config(path: Path) -> dict[str, Any]:
     for section in dict.fromkeys(tunable.place.partition(".")[0] for tunable in TUNABLES if tunable.place):
         if not isinstance(config.get(section) or {}, dict):
             raise LaunchError(
-                f"--config-file {path}: section {section!r} is {_clipped(config[section])}, not a list of `key: value`."
+                f"--config-file {path}: section {section!r} is {clipped(config[section])}, not a list of `key: value`."
             )
     return config
 
@@ -165,26 +165,21 @@ def what_is_wrong(values: Mapping[str, Any]) -> str:
             continue
         if tunable.kind is str:
             if not isinstance(value, str) or "\0" in value:
-                return f"{tunable.name}={_clipped(value)} must be a text; quote it"
+                return f"{tunable.name}={clipped(value)} must be a text; quote it"
             continue
         if tunable.kind is bool:
             if not isinstance(value, int) or value not in (0, 1):
-                return f"{tunable.name}={_clipped(value)} must be true or false"
+                return f"{tunable.name}={clipped(value)} must be true or false"
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
         if not is_number or (tunable.kind is int and value != int(value)):
-            return f"{tunable.name}={_clipped(value)} must be a {'whole ' if tunable.kind is int else ''}number"
+            return f"{tunable.name}={clipped(value)} must be a {'whole ' if tunable.kind is int else ''}number"
         if value < 0:
             return f"{tunable.name}={value} must be >= 0"
     noise = values.get("autotune_gaussian_process_noise")
     if noise is not None and noise > 1:
         return f"autotune_gaussian_process_noise={noise} must be in [0, 1]"
     return ""
-
-
-def _clipped(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def environment_for(values: Mapping[str, Any]) -> dict[str, str]:

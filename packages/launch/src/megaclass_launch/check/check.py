@@ -127,7 +127,9 @@ class _HostCheck:
 
     def _collect_facts(self) -> None:
         begun = time.monotonic()
-        self._client = ProbeClient(agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe"))
+        self._client = ProbeClient(
+            self.host, agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe")
+        )
         hello = self._client.ask({"token": self._client.token}, self._settings.start_timeout_s)
         if hello is None:
             self._note_not_started()
@@ -154,7 +156,8 @@ class _HostCheck:
 
     def close(self) -> None:
         if self._client is not None:
-            self._client.close()
+            self._client.wait(2.0)
+            self._client.close(kills_local=True)
 
     def _compare_clocks(self) -> None:
         assert self._client is not None

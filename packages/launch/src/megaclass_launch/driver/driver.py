@@ -26,6 +26,7 @@ import resource
 import selectors
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from megaclass_launch.driver import generations, job_end, start
 from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
@@ -49,7 +50,6 @@ from megaclass_launch.exit_codes import (
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import RunOptions
 from megaclass_launch.placement import describe_plan, passed_on, place_ranks
-from megaclass_launch.signals import DRIVER_SIGNALS, SignalQueue
 from megaclass_launch.wire.agent_messages import RESULT_STREAM
 from megaclass_launch.wire.protocol import Message, ProtocolError, Why, beat_interval
 
@@ -69,7 +69,14 @@ _LONGEST_BEAT_S = 0.5
 def run(options: RunOptions, hosts: Sequence[Host]) -> int:
     """Runs the job on the hosts and returns its exit code (launch/exit_codes.py). hosts: empty with a discovery script."""
     if options.is_elastic:
-        return _run_elastic(options, hosts)
+        source = source_of(options.host_discovery_script, options.hostfile, hosts, options.slots_per_host)
+        if options.is_dry_run:
+            _print_elastic_plan(options, source)
+            return 0
+        # Hosts may still be added: for the names of output files and the limit of open files, a guess is enough.
+        num_ranks = options.max_processes or sum(host.slots for host in hosts) or options.min_ranks
+        _raise_file_limit(_FILES_PER_HOST * _MAX_ELASTIC_HOSTS + _FILES_PER_RANK * num_ranks)
+        return run_job(partial(_Job, options, [], num_ranks, source=source), options, num_ranks, num_restarts=0)
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
         raise LaunchError(
@@ -89,23 +96,30 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         return 0
     _raise_file_limit(_FILES_PER_HOST * len(placements) + _FILES_PER_RANK * num_processes)
     # Not started before this line: everything above can be wrong without a trace on any host.
-    return run_job(lambda io: _StaticJob(options, [*hosts], num_processes, io), options, num_processes)
+    job = partial(_Job, options, [*hosts], num_processes)
+    return run_job(job, options, num_processes, num_restarts=options.restarts)
 
 
-class _StaticJob:
-    """A RestartableJob, which starts as a new JobState each time and may exclude hosts that have failed."""
+class _Job:
+    """A RestartableJob, which starts as a new JobState each time and may exclude hosts that have failed.
 
-    def __init__(self, options: RunOptions, hosts: list[Host], num_processes: int, io: DriverIo) -> None:
+    source: of the hosts of an elastic job, which is started once.
+    """
+
+    def __init__(
+        self, options: RunOptions, hosts: list[Host], num_processes: int, io: DriverIo, source: Source | None = None
+    ) -> None:
         self._options = options
         self._hosts = hosts
         self._num_processes = num_processes
         self._io = io
+        self._source = source
 
     def start(self, restart: int) -> StartResult:
-        placements = place_ranks(self._hosts, self._num_processes)
-        used = [placement.host_with_ranks() for placement in placements]
+        placements = place_ranks(self._hosts, self._num_processes) if self._source is None else None
+        used = [placement.host_with_ranks() for placement in placements] if placements is not None else None
         job = JobState(self._options, _ssh_settings(self._options), self._io, used, restart)
-        outcome = JobRun(job).run()
+        outcome = JobRun(job, Discovery(self._source) if self._source is not None else None).run()
         return StartResult(outcome=outcome, has_started=job.ranks.has_started, checkpoint_step=job.checkpoint_step)
 
     def exclude_failed_hosts(self, outcome: Outcome) -> bool:
@@ -121,25 +135,6 @@ class _StaticJob:
     def describe(self) -> str:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
         return f"{self._num_processes} ranks on {listed}"
-
-
-def _run_elastic(options: RunOptions, hosts: Sequence[Host]) -> int:
-    source = source_of(options.host_discovery_script, options.hostfile, hosts, options.slots_per_host)
-    if options.is_dry_run:
-        _print_elastic_plan(options, source)
-        return 0
-    # Hosts may still be added: for the names of output files and the limit of open files, a guess is enough.
-    num_ranks = options.max_processes or sum(host.slots for host in hosts) or options.min_ranks
-    _raise_file_limit(_FILES_PER_HOST * _MAX_ELASTIC_HOSTS + _FILES_PER_RANK * num_ranks)
-    with SignalQueue(DRIVER_SIGNALS) as signals:
-        io = DriverIo.open(options, num_ranks, signals)
-        # Counts if the run raises an error: its message must not wait for a screen that is not read.
-        outcome = Outcome(exit_code=1, may_restart=False)
-        try:
-            outcome = JobRun(JobState(options, _ssh_settings(options), io), Discovery(source)).run()
-        finally:
-            io.close(is_patient=outcome.exit_code == 0)
-    return outcome.exit_code
 
 
 def _print_elastic_plan(options: RunOptions, source: Source) -> None:

@@ -253,14 +253,16 @@ class RestartLimit:
         )
 
 
-def run_job(open_job: Callable[[DriverIo], RestartableJob], options: RunOptions, num_ranks: int) -> int:
-    """Runs a job with its restarts and returns its exit code."""
+def run_job(
+    open_job: Callable[[DriverIo], RestartableJob], options: RunOptions, num_ranks: int, *, num_restarts: int
+) -> int:
+    """Runs a job with at most so many restarts and returns its exit code."""
     with SignalQueue(DRIVER_SIGNALS) as signals:
         io = DriverIo.open(options, num_ranks, signals)
         # Also closed after a LaunchError: what was printed before it must reach the screen.
         outcome = Outcome(exit_code=0)
         try:
-            outcome = _run_with_restarts(open_job(io), options.restarts, io)
+            outcome = _run_with_restarts(open_job(io), num_restarts, io)
         finally:
             io.close(is_patient=outcome.may_restart)
     return outcome.exit_code

@@ -19,7 +19,7 @@ from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import EXIT_USER_ERROR
 from megaclass_launch.hosts import Host
 from megaclass_launch.placement import passed_on, worlds_of
-from megaclass_launch.rendezvous.addresses import interfaces, is_own
+from megaclass_launch.rendezvous.addresses import is_own
 from megaclass_launch.rendezvous.job_secret import new_secret
 from megaclass_launch.versions import differences, short_list
 from megaclass_launch.wire.agent_messages import AgentMessageChecker
@@ -125,8 +125,6 @@ def new_generation(job: JobState, number: int, hosts: Sequence[str]) -> Generati
 
 def connect(job: JobState) -> None:
     """Opens all agents at the same time: a slow host costs its own time, not the sum."""
-    if _speaks_as_horovodrun(job):
-        _report_hosts(job)
     for host in job.hosts.listed.values():
         job.order(Open(host))
 
@@ -156,10 +154,6 @@ def start_together(job: JobState, now: float) -> None:
 
 
 def _start(job: JobState, now: float) -> None:
-    remote_hosts = [agent for agent in job.opened if not agent.host.is_local]
-    if _speaks_as_horovodrun(job) and remote_hosts:
-        # Every agent has answered, and those of other hosts did so over ssh.
-        job.messages.as_horovodrun("SSH was successful into all the remote hosts.")
     generation = new_generation(job, 1 + job.restart, [agent.name for agent in job.opened])
     assert generation is not None, "the agent of the first host has named its ports"
     where = f"{generation.address}, port {generation.port} of {job.opened[0].name}"
@@ -168,25 +162,6 @@ def _start(job: JobState, now: float) -> None:
     job.printed_at = now
     worlds = worlds_of([(worker.host, worker.slot) for worker in job.ranks.rows])
     start_workers(job, job.ranks.rows, dict(enumerate(worlds)), generation)
-
-
-def _speaks_as_horovodrun(job: JobState) -> bool:
-    # Only in the first start: the log of a restart is about what changed.
-    return job.options.is_horovod and job.restart == 0
-
-
-def _report_hosts(job: JobState) -> None:
-    """Shows the messages of horovodrun's start: scripts and people look for them in its log."""
-    show = job.messages.as_horovodrun
-    remote_hosts = [host.name for host in job.hosts.listed.values() if not host.is_local]
-    show("Filtering local host names.")
-    show(f"Remote host found: {' '.join(remote_hosts)}")
-    if remote_hosts:
-        show("Checking ssh on all remote hosts.")
-        return
-    show("All hosts are local, finding the interfaces with address 127.0.0.1")
-    loopback = [name for name, addresses in interfaces().items() if "127.0.0.1" in addresses]
-    show(f"Local interface found {' '.join(loopback)}")
 
 
 def _note_silent_hosts(job: JobState) -> None:

@@ -60,7 +60,12 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
         num_processes = options.num_processes or num_gpus
         if not num_processes:
             raise LaunchError("How many processes? Give -np N; this Ray cluster has no GPUs to count.")
-        return run_job(lambda io: _RayJob(ray, num_processes, bool(num_gpus), options, io), options, num_processes)
+        return run_job(
+            lambda io: _RayJob(ray, num_processes, bool(num_gpus), options, io),
+            options,
+            num_processes,
+            num_restarts=options.restarts,
+        )
     finally:
         ray.shutdown()
 

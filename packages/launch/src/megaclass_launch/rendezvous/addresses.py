@@ -3,19 +3,16 @@
 `rank0_address` uses it to find the address of rank 0.
 """
 
-import contextlib
 import errno
 import ipaddress
 import os
-import secrets
 import socket
 import struct
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from megaclass_launch.errors import LaunchError
-from megaclass_launch.rendezvous.job_secret import user_of
+from megaclass_launch.rendezvous.job_secret import LocalOffer, user_of
 
 _SIOCGIFADDR = 0x8915
 
@@ -91,36 +88,21 @@ OFFER_NAME = "MEGACLASS_STORE_SOCKET"
 _WAIT_S = 10.0
 
 
-class SocketOffer:
-    """Gives copies of a socket to processes of the same user that connect to `name`."""
+class SocketOffer(LocalOffer):
+    """Gives copies of a socket to processes of the same user. `serve` is called once the ranks have started: it is a thread."""
 
     def __init__(self, offered: socket.socket) -> None:
-        self.name = f"megaclass-{secrets.token_hex(16)}"
+        super().__init__(self._send)
         self._offered = offered
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._door.bind(f"\0{self.name}")
-        self._door.listen(16)
-
-    def serve(self) -> None:
-        """Starts to answer. To be called after the ranks were started, because it starts a thread: callers wait until then."""
-        threading.Thread(target=self._serve, name="megaclass-store-socket", daemon=True).start()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)  # ends the thread's accept()
-        self._door.close()
+        super().close()
         self._offered.close()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                caller, _ = self._door.accept()
-            except OSError:
-                return
-            with contextlib.suppress(OSError), caller:
-                if user_of(caller) == os.geteuid():
-                    # At least one byte has to go with the descriptor, or the kernel drops it.
-                    socket.send_fds(caller, [b"."], [self._offered.fileno()])
+    def _send(self, caller: socket.socket) -> bool:
+        # At least one byte has to go with the descriptor, or the kernel drops it.
+        socket.send_fds(caller, [b"."], [self._offered.fileno()])
+        return True
 
 
 def take_socket(name: str) -> socket.socket | None:
@@ -178,14 +160,18 @@ def reserve_port(port: int) -> socket.socket:
         ) from error
 
 
-def bound_socket(port: int) -> socket.socket:
-    """Returns a socket bound to the port of every interface, IPv4 and IPv6; 0 takes a free one. OSError if it is in use."""
-    bound = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+def bound_socket(port: int, address: str = "", *, option: int = socket.SO_REUSEADDR) -> socket.socket:
+    """Returns a socket bound to the port of the address, or of every interface, IPv4 and IPv6; 0 takes a free one.
+
+    Raises OSError if it is in use, or not an address of this host.
+    """
+    is_any = not address and socket.has_dualstack_ipv6()
+    bound = socket.socket(socket.AF_INET6 if is_any or ":" in address else socket.AF_INET)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if bound.family == socket.AF_INET6:
+        bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        if is_any:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind(("", port))
+        bound.bind((address, port))
     except OSError:
         bound.close()
         raise
@@ -198,13 +184,7 @@ def hold_store_port(address: str = "") -> socket.socket:
     The socket is bound with SO_REUSEPORT and never listens: the kernel gives the port to another socket only if that has
     the same option and belongs to the same user, as that of `offer_store_socket` does.
     """
-    is_any = not address and socket.has_dualstack_ipv6()
-    held = socket.socket(socket.AF_INET6 if is_any or ":" in address else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    if is_any:
-        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    held.bind((address, 0))
-    return held
+    return bound_socket(0, address, option=socket.SO_REUSEPORT)
 
 
 def offer_store_socket(held: socket.socket, address: str) -> SocketOffer:
@@ -212,12 +192,6 @@ def offer_store_socket(held: socket.socket, address: str) -> SocketOffer:
 
     Ranks that start before rank 0 then connect at once and wait for it, and no other process ever gets the port.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((address, held.getsockname()[1]))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
+    listener = bound_socket(held.getsockname()[1], address, option=socket.SO_REUSEPORT)
+    listener.listen(_BACKLOG)
     return SocketOffer(listener)
