@@ -313,7 +313,7 @@ def test_a_rank_that_has_become_late_is_reported_before_the_next_heartbeat():
     begun = time.monotonic()
     watch.check(begun)
     ranks[0].progress(allowed_s=100.0, step=1)
-    ranks[1].name_limit("no step has finished", "train.hang_after_s")
+    ranks[1].give_stacks("", "no step has finished", "train.hang_after_s")
     ranks[1].progress(allowed_s=0.001, step=1)
     time.sleep(0.01)
     watch.check(begun + 1.1)

@@ -34,7 +34,7 @@ while True:
             sys.exit(0)
         if is_there(f"hang-{here.world.rank}"):
             (folder / f"hang-{here.world.rank}").unlink()
-            own_status().name_limit("no step has finished", "train.hang_after_s")
+            own_status().give_stacks("", "no step has finished", "train.hang_after_s")
             own_status().progress(step=1, allowed_s=1.0)
             time.sleep(600)
         if is_there(f"exit-{here.world.rank}"):

@@ -77,8 +77,9 @@ class RankStatus:
     """The kind of work, if it is not the usual one."""
     detail: str
     missing: str
-    """What has not happened if the rank is late, and the name of the setting that limits the time, for messages."""
+    """Words for a message about the rank if it is late: "no step has finished"."""
     setting: str
+    """Name of the setting that limits the time."""
     folder: str
     """The run folder, where stacks are kept; empty if there is none."""
     package: str
@@ -144,12 +145,12 @@ class OwnStatus:
         # Threads of a script may wait for different operations at the same time.
         self._lock = threading.Lock()
 
-    def give_stacks(self, package: str = "") -> None:
-        """Lets the reader ask for the stacks of this process at any time. Main thread only. package: see RankStatus."""
+    def give_stacks(self, package: str = "", missing: str = "", setting: str = "") -> None:
+        """Lets the reader ask for the stacks of this process at any time. Main thread only. The texts: see RankStatus."""
         if self._handle is not None:
             faulthandler.register(STACKS_SIGNAL, file=self._handle, all_threads=True)
             self._gives_stacks = True
-        self._write({"package": package})
+        self._write({"package": package, "missing": missing, "setting": setting})
 
     def progress(self, *, allowed_s: float, step: int | None = None, phase: str = "", detail: str = "") -> None:
         """Notes that this rank has made progress and may take `allowed_s` for the next one; 0 allows any time."""
@@ -172,10 +173,6 @@ class OwnStatus:
         """Tells the reader that the checkpoint of this step is published, so restarts stop when a job makes no progress."""
         self._checkpoint_step = step
         self._write({})
-
-    def name_limit(self, missing: str, setting: str) -> None:
-        """Gives the words for a message about this rank if it is late: "no step has finished", and which setting says so."""
-        self._write({"missing": missing, "setting": setting})
 
     def name_folder(self, folder: Path) -> None:
         """Tells the reader where stacks and verdicts of this run are kept."""

@@ -35,6 +35,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from megaclass_launch.agent.orphan_killer import processes_of, send
@@ -263,7 +264,7 @@ class Agent:
         self._watch = RankWatch(
             supervisor, self._say, host=job["host"], interval_s=interval_s, hang_timeout_s=hang_timeout_s
         )
-        self._call = AgentCall()
+        self._call: AgentCall | None = None
         self._is_ending = False
         self._helpers_until = 0.0
 
@@ -313,6 +314,7 @@ class Agent:
     def _carry_out(self, message: Message) -> None:
         match message.get("do"):
             case "call":
+                self._call = self._call or AgentCall()
                 self._call.add(message["data"])
             case "start":
                 self._start_workers(message)
@@ -407,7 +409,8 @@ class Agent:
         """
         page = self._watch.new_page(rank)
         inherited = self._watch.environment(rank)
-        with self._call.pipe() as (call_env, call_fds, result_fd):
+        no_call: tuple[dict[str, str], list[int], None] = {}, [], None
+        with self._call.pipe() if self._call else nullcontext(no_call) as (call_env, call_fds, result_fd):
             worker = self._supervisor.start(
                 rank,
                 self._job["command"],

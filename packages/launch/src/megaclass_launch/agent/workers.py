@@ -1,4 +1,4 @@
-"""What the agent has of its workers: their environment, the ports of rank 0, their output, and in elastic jobs a channel each.
+"""The agent's side of its workers: their environment, the ports of rank 0, their output, and in elastic jobs a channel each.
 
     setup     check: folder, command, interfaces -> placed: the variables of one worker
     ports     hold: before any rank starts -> offer_store: rank 0 asks for the socket of its store

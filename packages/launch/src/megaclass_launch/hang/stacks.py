@@ -135,8 +135,9 @@ class RankReport:
     file_wait: str = ""
     """File operation in which another thread, or a process that the rank has started, waits; see file_wait()."""
     is_late: bool = True
-    """Whether the rank was late when it was asked, and later when its stacks had been collected."""
+    """True if the rank was late when it was asked."""
     is_still_late: bool = True
+    """True if it was late when its stacks had been collected."""
     stacks: str = ""
     """Text of Python's faulthandler."""
     package: str = ""

@@ -57,25 +57,20 @@ class AgentCall:
     """The call on one host: a file in memory, which all ranks of the host inherit."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
+        self._file = os.memfd_create("megaclass-call", os.MFD_CLOEXEC)
 
     def add(self, data: str) -> None:
         """Adds the next piece, as the driver has sent it."""
-        if self._file is None:
-            self._file = os.memfd_create("megaclass-call", os.MFD_CLOEXEC)
         view = memoryview(base64.b64decode(data))
         while view:
             view = view[os.write(self._file, view) :]
 
     @contextlib.contextmanager
-    def pipe(self) -> Iterator[tuple[dict[str, str], list[int], int | None]]:
+    def pipe(self) -> Iterator[tuple[dict[str, str], list[int], int]]:
         """Yields a rank's variables, the files that it inherits, and the end of the pipe from which to read its result.
 
-        Without a call, all of them are empty. The rank's ends are closed here once it has been started.
+        The rank's ends are closed here once it has been started.
         """
-        if self._file is None:
-            yield {}, [], None
-            return
         reader, writer = os.pipe()
         try:
             yield {CALL_FDS: f"{self._file},{writer}"}, [self._file, writer], reader

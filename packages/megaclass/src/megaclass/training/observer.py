@@ -113,7 +113,6 @@ class HangLimit:
         self._median_s = 0.0
         self._longest_s = 0.0
         first_s = 0.0 if self._given_s == 0 else max(self._given_s or 0.0, _FIRST_STEP_S * (1 + is_compiled))
-        self._status.name_limit("no step has finished", "train.hang_after_s")
         self._status.progress(step=first_step, phase="first step", allowed_s=first_s)
         self._read_at = self._marked_at = time.monotonic()
 

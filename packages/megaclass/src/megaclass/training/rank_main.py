@@ -100,7 +100,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequ
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
-    own_status().give_stacks(str(Path(__file__).parents[1]))
+    own_status().give_stacks(str(Path(__file__).parents[1]), "no step has finished", "train.hang_after_s")
     worker = elastic_worker()
     with ExitStack() as held:
         context = RankContext(config=config, world=world, mode=mode, lock=FolderLock(held), callbacks=tuple(callbacks))
