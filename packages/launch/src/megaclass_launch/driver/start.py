@@ -29,6 +29,7 @@ from megaclass_launch.world import World
 
 _SETTLE_S = 3.0
 """After one host could not be reached, others may fail for the same reason; after this time all are named at once."""
+_SAME_VERSIONS = "Install the same versions on all of them, or add --allow-mixed-versions."
 _SHOWN_ALIKE = 3
 """If more hosts have the same problem, it is printed once, with their names."""
 
@@ -84,10 +85,13 @@ def greet(job: JobState, agent: AgentPipe, hello: Message) -> str:
         return ""
     # With one other host only: each of them was compared when it said hello.
     others = [other for other in job.agents.values() if other.hello and other is not agent]
-    found = differences({other.name: other.hello.get("versions", {}) for other in [agent, *others[:1]]})
-    if not found:
-        return ""
-    return f"The hosts differ: {'. '.join(found.values())}. Install the same versions, or add --allow-mixed-versions."
+    return f"{found} {_SAME_VERSIONS}" if (found := _version_differences([agent, *others[:1]])) else ""
+
+
+def _version_differences(agents: Sequence[AgentPipe]) -> str:
+    """Returns sentences about versions of Python, torch or megaclass that differ; empty if all are the same."""
+    found = differences({agent.name: agent.hello.get("versions", {}) for agent in agents})
+    return f"The hosts differ: {'. '.join(found.values())}." if found else ""
 
 
 def start_workers(
@@ -173,19 +177,12 @@ def _note_silent_hosts(job: JobState) -> None:
 
 
 def _compare_versions(job: JobState) -> None:
-    """Records a problem if the hosts have different versions of Python, torch or megaclass."""
-    # A single host was not asked for its versions (needs_versions).
-    if len(job.opened) == 1:
-        return
-    found = differences({agent.name: agent.hello.get("versions", {}) for agent in job.opened})
-    if not found:
-        return
-    listed = ". ".join(found.values())
-    if job.options.allows_mixed_versions:
-        job.messages.say(f"WARNING the hosts differ: {listed}.")
-    else:
-        advice = "Install the same versions on all of them, or add --allow-mixed-versions."
-        job.problems.append(("", f"The hosts differ: {listed}. {advice}"))
+    """Records a problem if the hosts have different versions. A single host was not asked for them (needs_versions)."""
+    found = _version_differences(job.opened) if len(job.opened) > 1 else ""
+    if found and job.options.allows_mixed_versions:
+        job.messages.say(f"WARNING {found.replace('The', 'the', 1)}")
+    elif found:
+        job.problems.append(("", f"{found} {_SAME_VERSIONS}"))
 
 
 def _fail(job: JobState) -> None:
