@@ -9,7 +9,7 @@ from megaclass_launch.check.rules import Facts
 from megaclass_launch.driver.agent_pipe import PipedProcess
 from megaclass_launch.hosts import Host
 from megaclass_launch.operating_system import readable
-from megaclass_launch.wire.checks import Check, ip_address, number, or_none, text, truth, whole
+from megaclass_launch.wire.checks import Check, ip_address, number, one_of, or_none, text, truth, whole
 from megaclass_launch.wire.protocol import MessageReader, ProtocolError, greeting
 
 _END_S = 0.5
@@ -25,7 +25,7 @@ class ProbeClient(PipedProcess):
         super().__init__(host, command, MessageReader(after=greeting(self.token)))
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
-        """Returns the unchecked answer, or None if none came in time; ProtocolError if the output is not an answer."""
+        """Returns the answer, or None if none came in time; ProtocolError if the output is not a valid one."""
         ends_at = time.monotonic() + timeout_s
         # A probe that has ended may have said something before.
         self.send(dict(question))
@@ -38,7 +38,7 @@ class ProbeClient(PipedProcess):
             # One answer per question: a host that keeps sending must not fill the memory.
             match [answer for answer, _ in answers]:
                 case [answer]:
-                    return answer
+                    return checked(question, answer)
                 case [_, _, *_]:
                     raise ProtocolError("it sends answers without a question")
         return None
@@ -70,40 +70,26 @@ _PACKAGE = text(r"[A-Za-z][A-Za-z0-9-]{0,40}")
 _DIGEST = text(r"[0-9a-f]{1,64}")
 
 
-def connection_in(reply: Mapping[str, Any]) -> list[str]:
-    """Returns the host's SSH_CONNECTION (client address and port, server address and port); empty if it has no such form."""
-    told = _checked("ssh", _LINE, reply.get("ssh")).split()
+def checked(question: Mapping[str, Any], reply: Any) -> dict[str, Any]:
+    """Returns the fields of an answer to this question; ProtocolError if one of them is invalid."""
+    match question.get("ask"):
+        case "time":
+            fields: dict[str, Check] = {"time": number}
+        case "facts":
+            # The answer can only confirm that the folder exists.
+            fields = {**_FACTS, "workdir": or_none(one_of([question["workdir"]]))}
+        case "listen":
+            fields = {"port": whole(most=65535), "fault": or_none(_LINE)}
+        case "reach":
+            faults = _fields({name: or_none(_LINE) for name, _, _ in question["peers"]})
+            fields = {"towards": or_none(_INTERFACE), "faults": faults}
+        case _:
+            fields = {"ssh": _LINE}
     try:
-        return [ip_address(told[0]), told[1], ip_address(told[2]), told[3]] if len(told) == 4 else []
-    except ValueError:
-        return []
-
-
-def time_in(reply: Mapping[str, Any]) -> float:
-    """Returns the host's clock in seconds since 1970."""
-    return float(_checked("time", number, reply.get("time")))
-
-
-def facts_in(reply: Mapping[str, Any], workdir: str) -> dict[str, Any]:
-    """Returns the host's facts. workdir: the folder in the question; the answer can only confirm that it exists."""
-    facts: dict[str, Any] = _checked("facts", _fields(_FACTS), reply)
-    if not {"Python", "torch", "megaclass-launch"} <= facts["versions"].keys():
-        raise ProtocolError(
-            "its answer about facts is invalid: expected the versions of Python, torch and megaclass-launch"
-        )
-    return {**facts, "workdir": workdir if facts["workdir"] is not None else None}
-
-
-def listening_in(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the port at which the host listens, or the fault."""
-    found: dict[str, Any] = _checked("listen", _fields({"port": whole(most=65535), "fault": or_none(_LINE)}), reply)
-    return found
-
-
-def reached_in(reply: Mapping[str, Any], peers: Collection[str]) -> dict[str, Any]:
-    """Returns which peers the host could not reach. peers: exactly these must be in the answer."""
-    faults = _fields(dict.fromkeys(peers, or_none(_LINE)))
-    found: dict[str, Any] = _checked("reach", _fields({"towards": or_none(_INTERFACE), "faults": faults}), reply)
+        found: dict[str, Any] = _fields(fields)(reply)
+    except ValueError as error:
+        what = question.get("ask", "ssh")
+        raise ProtocolError(f"its answer about {what} is invalid: expected {error}") from None
     return found
 
 
@@ -119,13 +105,6 @@ def rows_in(rows: Any) -> list[dict[str, Any]]:
         return []
     # The other columns are only shown as JSON, which escapes control characters.
     return [{**row, **checked} for row, checked in zip(rows, found, strict=True)]
-
-
-def _checked(name: str, check: Check, value: Any) -> Any:
-    try:
-        return check(value)
-    except ValueError as error:
-        raise ProtocolError(f"its answer about {name} is invalid: expected {error}") from None
 
 
 def _fields(checks: Mapping[str, Check]) -> Check:
@@ -154,12 +133,14 @@ def _list_of(check: Check, least: int = 0) -> Check:
     return check_all
 
 
-def _by(key: Check, check: Check) -> Check:
-    """Checks a JSON object with any fields whose names pass `key`."""
+def _by(key: Check, check: Check, needed: Collection[str] = ()) -> Check:
+    """Checks a JSON object with any fields whose names pass `key`, the needed ones among them."""
 
     def check_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
             raise ValueError(f"an object of at most {_MAX_ITEMS} fields")
+        if not value.keys() >= set(needed):
+            raise ValueError(f"an object with {', '.join(needed)}")
         return {key(name): check(one) for name, one in value.items()}
 
     return check_all
@@ -186,7 +167,7 @@ _TORCH = {
 _FACTS = {
     "hostname": _LINE,
     "python": _VERSION,
-    "versions": _by(_PACKAGE, _VERSION),
+    "versions": _by(_PACKAGE, _VERSION, ("Python", "torch", "megaclass-launch")),
     "code": _by(_PACKAGE, _DIGEST),
     "config": or_none(_DIGEST),
     "torch": _fields(_TORCH),
@@ -196,7 +177,6 @@ _FACTS = {
     "visible_devices": or_none(_LINE),
     "num_cpus": whole(most=1 << 20),
     "interfaces": _by(_INTERFACE, _list_of(ip_address, least=1)),
-    "workdir": or_none(_LINE),
     "free_disk_bytes": or_none(whole()),
     "free_shared_bytes": or_none(whole()),
 }

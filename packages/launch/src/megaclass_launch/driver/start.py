@@ -14,7 +14,7 @@ from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
 from megaclass_launch.driver.job import Generation, JobState, Open, WorkerRecord
 from megaclass_launch.driver.job_end import end
 from megaclass_launch.driver.outcome import Outcome
-from megaclass_launch.driver.ssh import why_not_started
+from megaclass_launch.driver.ssh import address_in, why_not_started
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import EXIT_USER_ERROR
 from megaclass_launch.hosts import Host
@@ -23,7 +23,6 @@ from megaclass_launch.rendezvous.addresses import is_own
 from megaclass_launch.rendezvous.job_secret import new_secret
 from megaclass_launch.versions import differences, short_list
 from megaclass_launch.wire.agent_messages import AgentMessageChecker
-from megaclass_launch.wire.checks import ip_address
 from megaclass_launch.wire.protocol import Message
 from megaclass_launch.world import World
 
@@ -236,7 +235,7 @@ def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
     # SSH_CONNECTION holds the client's address and port, then the server's. Host 0 is the client of every other host if it
     # is the driver's machine, and the server of its own connection otherwise.
     source, index = (remote[0], 0) if first.host.is_local else (first, 2)
-    address = _address_in(source.hello.get("ssh", ""), index)
+    address = address_in(source.hello.get("ssh", ""), index)
     # Every rank will connect to this address. If it should be ours, another host's claim is not enough: it is checked.
     if address is None or (first.host.is_local and not is_own(address)):
         raise LaunchError(
@@ -244,13 +243,3 @@ def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
             f"{source.hello.get('ssh', '')!r} (a tunnel?). Name the interface to use with --network-interface."
         )
     return address
-
-
-def _address_in(ssh_connection: str, index: int) -> str | None:
-    """Returns a field of SSH_CONNECTION that other hosts can reach, or None."""
-    fields = ssh_connection.split()
-    try:
-        address = ip_address(fields[index]) if len(fields) == 4 else ""
-    except ValueError:
-        return None
-    return address if address and not address.startswith("127.") and address != "::1" else None
