@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from megaclass_launch.ranks.wire_bytes import SentBytes
 from mnist import MIRROR, Net, datasets, evaluate
 from torch import nn
 from torch.utils.data import DataLoader
@@ -24,7 +25,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 import horovod
 import horovod.torch as hvd
-from megaclass_launch.ranks.wire_bytes import SentBytes
 
 ROWS = [
     ("serial", 1, "none"),
