@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 import torch
-from megaclass_launch.ranks.wire_bytes import SentBytes
 from mnist import MIRROR, Net, datasets, evaluate
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+from wire_bytes import SentBytes
 
 import horovod
 import horovod.torch as hvd

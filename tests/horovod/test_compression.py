@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from examples.wire_bytes import SentBytes
 from tests.horovod.jobs import error_of, in_job, job
-from tests.horovod.wire_bytes import SentBytes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
