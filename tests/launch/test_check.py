@@ -17,7 +17,7 @@ import torch
 import megaclass_launch
 from megaclass.cli.main import main
 from megaclass_launch.check.probe import code_digest
-from megaclass_launch.check.probe_client import checked, rows_in
+from megaclass_launch.check.probe_client import ProbeClient, checked, rows_in
 from megaclass_launch.check.rules import (
     FindingState,
     Report,
@@ -29,6 +29,7 @@ from megaclass_launch.check.rules import (
     host_findings,
 )
 from megaclass_launch.driver.ssh import address_in
+from megaclass_launch.hosts import Host
 from megaclass_launch.wire.checks import plain_lines
 from megaclass_launch.wire.protocol import ProtocolError
 
@@ -552,3 +553,18 @@ def test_a_host_whose_answers_make_no_sense_is_named_and_training_would_not_star
     out = capsys.readouterr().out
     assert "[!] answers" in out and "its answer about facts is invalid: expected a text in python" in out
     assert plain_lines(out) == out
+
+
+@pytest.mark.ranks
+def test_a_question_about_more_hosts_than_a_pipe_holds_arrives_whole():
+    client = ProbeClient(
+        Host(name="localhost", slots=1, is_local=True), [sys.executable, "-P", "-m", "megaclass_launch.check.probe"]
+    )
+    try:
+        assert client.ask({"token": client.token}, 30.0) == {"ssh": ""}
+        peers = [(f"host-{number} 127.0.0.1 1", "127.0.0.1", 1) for number in range(3000)]
+        reply = client.ask({"ask": "reach", "peers": peers}, 60.0)
+        assert reply is not None and len(reply["faults"]) == 3000
+    finally:
+        client.wait(2.0)
+        client.close(kills_local=True)
