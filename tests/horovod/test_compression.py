@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from examples.wire_bytes import SentBytes
 from tests.horovod.jobs import error_of, in_job, job
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod.torch as hvd
-from megaclass_launch.ranks.wire_bytes import SentBytes
 from megaclass_launch.ranks.wire_formats import WIRE_FORMATS, compression_hook
 
 

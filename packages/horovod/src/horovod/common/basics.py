@@ -25,7 +25,7 @@ from horovod.engine.timeline import Timeline
 from horovod.transport.arithmetic import release_memory
 from horovod.transport.executor import Executor
 from horovod.transport.process_set_table import ProcessSetTable
-from megaclass_launch.elastic.worker import Why, elastic_worker
+from megaclass_launch.elastic import Why, elastic_worker
 from megaclass_launch.errors import ConnectionLostError, UserError
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.gloo_exit import end_gloo

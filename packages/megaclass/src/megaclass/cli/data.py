@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaclass.errors import DataError
 from megaclass_launch.operating_system import num_cores
-from megaclass_launch.wire.plain_text import plain_lines
+from megaclass_launch.wire.checks import plain_lines
 
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands

@@ -10,7 +10,7 @@ from megaclass.cli.hints import Commands
 from megaclass.errors import DataError
 from megaclass.export import EXPORTERS
 from megaclass_launch.errors import ConfigError
-from megaclass_launch.wire.plain_text import plain_text
+from megaclass_launch.wire.checks import plain_text
 
 _logger = logging.getLogger("megaclass.cli")
 _MODEL_HELP = "run folder, exported folder, .safetensors, .pth, .onnx, or hf://user/name"
