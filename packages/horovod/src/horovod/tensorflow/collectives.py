@@ -6,10 +6,13 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from horovod.collectives.allreduce import _enqueue_allreduce
-from horovod.collectives.exchanges import _enqueue_broadcast, alltoall_async
 from horovod.collectives.handles import ReductionOptions, enqueue, handle_average_backwards_compatibility
-from horovod.collectives.reducescatter import _enqueue_reducescatter
+from horovod.collectives.operations import (
+    _enqueue_allreduce,
+    _enqueue_broadcast,
+    _enqueue_reducescatter,
+    alltoall_async,
+)
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum

@@ -10,7 +10,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from horovod.collectives.exchanges import allgather, broadcast_, broadcast_async_
+from horovod.collectives.operations import allgather, broadcast_, broadcast_async_
 from horovod.collectives.handles import synchronize
 from horovod.common.basics import _basics
 from horovod.common.exceptions import HorovodInternalError

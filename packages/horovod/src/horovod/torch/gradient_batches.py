@@ -6,7 +6,7 @@ gradients are submitted: ranks whose batches or models differ in a step still fi
 
 from torch import Tensor
 
-from horovod.engine.rank0.fusion import FUSED_TENSOR_BYTES
+from horovod.engine.coordinator import FUSED_TENSOR_BYTES
 
 # The sizes of DistributedDataParallel's buckets: the first one is small, so sending starts early.
 _FIRST_BYTES = 1024 * 1024

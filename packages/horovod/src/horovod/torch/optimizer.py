@@ -23,10 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod.collectives.allreduce import _enqueue_allreduce, allreduce_async_, grouped_allreduce_async_
 from horovod.collectives.compression import Compression, wire_of
-from horovod.collectives.exchanges import sparse_allreduce_async
 from horovod.collectives.handles import ReductionOptions, groups_of_options, synchronize
+from horovod.collectives.operations import (
+    _enqueue_allreduce,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.job import current

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from horovod.collectives.allreduce import allreduce_
+from horovod.collectives.operations import allreduce_
 from horovod.engine.kinds import Sum
 from megaclass_launch.ranks import sync_batch_norm
 
