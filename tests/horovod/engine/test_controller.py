@@ -254,9 +254,7 @@ def test_a_rank_that_joined_takes_part_without_an_operation(job):
         for rank in (0, 2):
             job.controllers[rank].submit(Operation(JOIN))
         job.on_all(
-            lambda rank: (
-                job.controllers[rank].wait(job.controllers[rank]._operations[JOIN.key]) if rank != 1 else None
-            )
+            lambda rank: job.controllers[rank].wait(job.controllers[rank]._operations[JOIN.key]) if rank != 1 else None
         )
         waiting.result(30.0)
     assert [notes.performed for notes in job.notes] == [[["x"]]] * 3

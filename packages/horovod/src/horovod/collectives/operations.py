@@ -353,10 +353,11 @@ def _reducescattered(
         )
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        return waited(
+        outputs: list[Tensor] = waited(
             lambda: _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped),
             lambda operation: list(operation.outputs),
         )
+        return outputs
 
     def gradient_of(*gradients: Tensor) -> tuple[Tensor, ...]:
         # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
@@ -401,6 +402,7 @@ def _allgathered(
 
     def run(*tensors: Tensor) -> list[Tensor]:
         nonlocal sizes
+        outputs: list[Tensor]
         outputs, sizes = waited(
             lambda: enqueue("allgather", tensors, None, name, process_set, is_grouped=is_grouped),
             lambda operation: (list(operation.outputs), operation.sizes),
@@ -408,11 +410,9 @@ def _allgathered(
         return outputs
 
     def gradient_of(*gradients: Tensor) -> list[Tensor]:
-        rank = process_set.rank()
+        rank = process_set.rank() or 0
         reduced = grouped_allreduce(gradients, op=Average, process_set=process_set)
-        return [
-            gradient.narrow(0, sum(rows[:rank]), rows[rank]) for gradient, rows in zip(reduced, sizes, strict=True)
-        ]
+        return [gradient.narrow(0, sum(rows[:rank]), rows[rank]) for gradient, rows in zip(reduced, sizes, strict=True)]
 
     return _differentiable(run, gradient_of, tensors)
 

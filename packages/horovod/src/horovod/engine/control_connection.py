@@ -192,7 +192,9 @@ class AuthenticatedListener:
                             oldest = next(iter(self._unproven))
                             del self._unproven[oldest]
                             _shut_down(oldest)
-                    threading.Thread(target=self._admit, args=(caller, ranks), name="horovod.admit", daemon=True).start()
+                    threading.Thread(
+                        target=self._admit, args=(caller, ranks), name="horovod.admit", daemon=True
+                    ).start()
 
     def _admit(self, caller: socket.socket, ranks: Collection[int]) -> None:
         """Main function of a caller's thread: lets it in if it proves that it is one of the ranks."""

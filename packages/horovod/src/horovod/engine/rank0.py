@@ -11,7 +11,8 @@
     ends       <--------------------------------- END
 
 A rank destroys its process groups after END only: a peer that still runs an operation would fail in a way that hides the
-reason. Rank 0 is a client of its own: its messages are calls. Only its engine thread calls this class, so no field needs a lock.
+reason. Rank 0 is a client of itself, by calls instead of messages. Only its engine thread calls this class, so no field needs
+a lock.
 """
 
 import time

@@ -10,11 +10,10 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from horovod.collectives.operations import allgather, broadcast_, broadcast_async_
 from horovod.collectives.handles import synchronize
-from horovod.common.basics import _basics
+from horovod.collectives.operations import allgather, broadcast_, broadcast_async_
+from horovod.common.basics import _basics, rank
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.lifecycle import rank
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.job import current
 from megaclass_launch.errors import LaunchError
