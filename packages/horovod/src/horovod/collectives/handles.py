@@ -254,5 +254,5 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
-    number = current.running().next_barrier(process_set.process_set_id)
+    number = current.running().count("barrier", process_set.process_set_id)
     waited(lambda: enqueue("barrier", [], None, f"barrier.{number}", process_set))

@@ -167,7 +167,7 @@ class _Envelope:
         self._secret = job.meeting.secret
         self._is_trusted = bool(self._secret) or job.meeting.size == 1
         # Counted on every rank alike: ranks exchange the objects of one name in the same order.
-        number = job.next_object(process_set.process_set_id, name)
+        number = job.count(f"object {name}", process_set.process_set_id)
         self._identity = f"{process_set.process_set_id} {number} {name}"
 
     def sealed(self, obj: Any, sender: int) -> Tensor:
@@ -190,7 +190,7 @@ class _Envelope:
 
 def _object_name(process_set: ProcessSet) -> str:
     """Returns a name with a running number. Horovod uses the object's type, and hangs if it differs between ranks."""
-    return f"object.{current.running().next_object(process_set.process_set_id, '')}"
+    return f"object.{current.running().count('object ', process_set.process_set_id)}"
 
 
 def _plain_dumps(obj: Any) -> bytes:
