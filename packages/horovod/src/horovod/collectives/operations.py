@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from horovod.collectives.compression import Compression, is_scaled, wire_of
+from horovod.collectives.compression import Compression, wire_of
 from horovod.collectives.handles import (
     ReductionOptions,
     checked_op,
@@ -230,17 +230,10 @@ def grouped_allreduce(
 def _allreduced(
     tensors: list[Tensor], name: str | None, compression: Any, options: ReductionOptions, *, is_grouped: bool
 ) -> list[Tensor]:
-    if options.op not in (Average, Sum) and any(wire_of(compression, tensor) for tensor in tensors):
-        if is_scaled(compression):
-            raise ValueError(f"8-bit compression supports op=Sum and op=Average only, not op={options.op}.")
-        wires = {""}
-    else:
-        wires = {wire_of(compression, tensor) for tensor in tensors}
+    wires = {wire_of(compression, tensor.dtype, options.op) for tensor in tensors}
     # An operation has one wire format. If the tensors differ in it, compress() is called for each of them instead.
     if len(wires) == 1 and (wire := wires.pop()):
         return list(_combined(tensors, name, options._replace(wire=wire), is_grouped))
-    if is_scaled(compression) and any(tensor.is_floating_point() for tensor in tensors):
-        raise ValueError("8-bit compression takes groups of floating-point tensors only.")
     return _compressed(compression, tensors, lambda packed: _combined(packed, name, options, is_grouped))
 
 
@@ -347,11 +340,6 @@ def grouped_reducescatter(
 def _reducescattered(
     tensors: list[Tensor], name: str | None, compression: Any, options: ReductionOptions, *, is_grouped: bool
 ) -> list[Tensor]:
-    if is_scaled(compression) and any(tensor.is_floating_point() for tensor in tensors):
-        raise ValueError(
-            "reducescatter supports Compression.none, fp16 and bf16; 8-bit compression is for allreduce only."
-        )
-
     def run(*tensors: Tensor) -> list[Tensor]:
         outputs: list[Tensor] = waited(
             lambda: _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped),

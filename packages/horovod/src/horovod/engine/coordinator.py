@@ -51,7 +51,7 @@ FUSED_TENSOR_BYTES = 1024 * 1024
 
 @dataclass(slots=True)
 class Cycle:
-    """What a rank announced in one message."""
+    """The announcement of a rank in one message."""
 
     digest: bytes
     content: bytes

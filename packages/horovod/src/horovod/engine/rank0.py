@@ -1,4 +1,4 @@
-"""What rank 0 does for all ranks: it answers their announcements, and ends the job when one of them asks for it.
+"""The duties of rank 0 for all ranks: it answers their announcements, and ends the job when one of them asks for it.
 
     any rank                                           rank 0
     REQUESTS: a list of requests, or its hash ----->   coordinator.announce()

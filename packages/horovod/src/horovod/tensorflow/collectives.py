@@ -7,6 +7,7 @@ import tensorflow as tf
 import torch
 from torch import Tensor
 
+from horovod.collectives.compression import wire_of
 from horovod.collectives.handles import ReductionOptions, enqueue, handle_average_backwards_compatibility
 from horovod.collectives.operations import (
     _enqueue_allreduce,
@@ -18,7 +19,7 @@ from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum
 from horovod.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run, split
-from horovod.tensorflow.compression import Compression, wire_of
+from horovod.tensorflow.compression import Compression
 from horovod.transport.arithmetic import empty_result
 
 __all__ = [

@@ -93,7 +93,6 @@ class DistributedBase:
                     self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
                     self._requires_update.add(parameter)
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook())
-                    self._add_parameter(parameter)
 
     def _hook(self) -> Callable[[Tensor], None]:
         # A weak reference: the hook must not keep an optimizer alive that the script has replaced, and which would go on
@@ -106,9 +105,6 @@ class DistributedBase:
                 optimizer._gradient_is_ready(parameter)
 
         return hook
-
-    def _add_parameter(self, parameter: Tensor) -> None:
-        """Is called for each parameter that gets a hook."""
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         reduction = self._handles.get(parameter) or self._handles.get(self._group_of(parameter))
@@ -264,7 +260,7 @@ class _DistributedOptimizer(DistributedBase):
         if self.op == Average and not is_grouped:
             before, after = 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
         # An operation has one wire format; if the gradients differ in it, compress() is called for each of them instead.
-        wires = {wire_of(self._compression, gradient) if self.op in (Average, Sum) else "" for gradient in gradients}
+        wires = {wire_of(self._compression, gradient.dtype, self.op) for gradient in gradients}
         wire = wires.pop() if len(wires) == 1 else ""
         contexts: list[Any] | None = None
         if not wire:
@@ -365,38 +361,11 @@ class _DistributedAdasumOptimizer(DistributedBase):
     """Lets every rank make its own step and combines the changes of the weights by Adasum."""
 
     def _set_up(self) -> None:
-        self._starts: dict[Tensor, Tensor] = {}
         self._register_hooks()
 
-    def _add_parameter(self, parameter: Tensor) -> None:
-        self._starts[parameter] = torch.zeros_like(parameter)
-
     def _submit(self, parameter: Tensor) -> None:
-        self._handles[parameter] = self._reduce(parameter)
-
-    @torch.no_grad()
-    def _reduce(self, parameter: Tensor) -> Reduction:
-        """Steps this parameter alone and submits its change.
-
-        Until step() has added the combined change to `_starts`, the parameter holds its own change instead of its value.
-        """
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        groups = [group["params"] for group in self.param_groups]
-        # Every other parameter is hidden from the wrapped optimizer for the duration of this step.
-        for group in self.param_groups:
-            group["params"] = [parameter] if any(parameter is other for other in group["params"]) else []
-        start = self._starts[parameter]
-        start.copy_(parameter)
-        try:
-            self.step_without_reduction()
-        finally:
-            for group, parameters in zip(self.param_groups, groups, strict=True):
-                group["params"] = parameters
-        parameter.sub_(start)
-        packed, context = self._compression.compress(parameter.detach().contiguous())
-        handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
-        return Reduction(handle, [context])
+        # There is nothing to send before this rank's own step.
+        self._handles[parameter] = Reduction()
 
     def synchronize(self) -> None:
         """Does nothing: step() waits for the changes itself."""
@@ -409,17 +378,31 @@ class _DistributedAdasumOptimizer(DistributedBase):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
         self._register_hooks()
+        wanted = self._requires_update | set(self._handles)
+        groups = [group["params"] for group in self.param_groups]
+        # All other parameters are hidden from the wrapped optimizer for the duration of this step.
         for group in self.param_groups:
-            for parameter in group["params"]:
-                reduction = self._handles.get(parameter)
-                is_sent = reduction is not None and reduction.handle is not None
-                if parameter in self._requires_update and not is_sent:
-                    self._handles[parameter] = self._reduce(parameter)
+            group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
+        # In the order of param_groups, so all ranks submit them in the same order.
+        starts = {parameter: parameter.detach().clone() for group in self.param_groups for parameter in group["params"]}
+        for parameter in starts:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        try:
+            self.step_without_reduction()
+        finally:
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                group["params"] = parameters
+        pending = []
         with torch.no_grad():
-            for parameter, reduction in self._handles.items():
-                [context] = reduction.contexts or [None]
-                moved = self._compression.decompress(synchronize(reduction.handle), context)
-                parameter.copy_(self._starts[parameter] + moved.view_as(parameter))
+            for parameter, start in starts.items():
+                change = (parameter - start).contiguous()
+                packed, context = self._compression.compress(change)
+                handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
+                pending.append((parameter, start, handle, context))
+            for parameter, start, handle, context in pending:
+                change = self._compression.decompress(synchronize(handle), context)
+                parameter.copy_(start + change.view_as(parameter))
                 self._allreduce_delay[parameter] = self.backward_passes_per_step
         self._handles.clear()
         return loss
