@@ -82,6 +82,7 @@ def run(
     if use_mpi:
         raise ValueError("MPI support has not been built: megaclass has none. Leave use_mpi out.")
     given: dict[str, Any] = {
+        "--verbose": bool(verbose),
         "--start-timeout": start_timeout,
         "--ssh-port": ssh_port,
         "--ssh-identity-file": ssh_identity_file,
@@ -98,10 +99,6 @@ def run(
     else:
         machines = _machines(num_proc, hosts, hostfile)
         given |= {"--num-proc": num_proc, "--hosts": ",".join(f"{host.name}:{host.slots}" for host in machines)}
-    options = ["--verbose"] if verbose else []
-    for flag, value in given.items():
-        if value:
-            options += [flag, *map(str, value if isinstance(value, (list, tuple)) else [value])]
     call = pickled_call(func, tuple(args), kwargs or {})
     if len(call) > MAX_CALL_BYTES:
         raise ValueError(
@@ -112,7 +109,17 @@ def run(
     size_known = None if is_elastic else num_proc
     # -P: files of the current folder are not imported in place of a rank's modules. The caller's sys.path follows them.
     task = [executable or sys.executable, "-P", "-m", "horovod.runner.run_function_worker"]
-    return _results(call, size_known, [*options, *task], start_timeout)
+    return _results(call, size_known, [*options_of(given), *task], start_timeout)
+
+
+def options_of(given: dict[str, Any]) -> list[str]:
+    """Returns the options of `megaclass run`; those without a value are left out."""
+    options: list[str] = []
+    for flag, value in given.items():
+        if value:
+            values = () if value is True else value if isinstance(value, (list, tuple)) else (value,)
+            options += [flag, *map(str, values)]
+    return options
 
 
 def _deprecated(old: str, new: str) -> None:
