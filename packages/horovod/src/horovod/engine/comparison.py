@@ -34,12 +34,35 @@ def _disagreement(ranks: list[int], requests: list[Request], hosts: Sequence[str
         # One request may stand for several ranks, which have then announced the same list: nothing to compare.
         if other is first or other == first:
             continue
-        for what, one, two in _differences(first, other):
-            return (
-                f"Mismatched {what} for {first.full_name!r}: {rank_name(ranks[0], hosts)} sent {one}, "
-                f"but {rank_name(rank, hosts)} sent {two}."
-            )
+        for (what, one, shown), (_, two, other_shown) in zip(_terms_of(first), _terms_of(other), strict=False):
+            if one != two:
+                return (
+                    f"Mismatched {what} for {first.full_name!r}: {rank_name(ranks[0], hosts)} sent {shown}, "
+                    f"but {rank_name(rank, hosts)} sent {other_shown}."
+                )
     return ""
+
+
+def _terms_of(request: Request) -> Iterable[tuple[str, object, str]]:
+    """Yields (what, value, text) for every term in which members must agree, the most telling first."""
+    name, kind, splits = request.kind, KINDS[request.kind], list(request.splits)
+    yield f"{name} numbers of tensors", len(request.shapes), str(len(request.shapes))
+    yield "data types", request.dtypes, _plain(request.dtypes)
+    if kind.shapes_must_match:
+        yield f"{name} tensor shapes", request.shapes, f"shape {_plain(request.shapes)}"
+    # Members may bring different numbers of rows otherwise: the response tells each of them the numbers of all.
+    for shape in () if kind.shapes_must_match else request.shapes:
+        yield f"{name} tensor shapes beyond dimension 0", (len(shape), shape[1:]), f"shape {list(shape)}"
+    factors = (request.prescale, request.postscale)
+    yield "reduction operations", request.op, REDUCTIONS[request.op]
+    yield "prescale and/or postscale factors", factors, f"factors {factors}"
+    yield f"{name} root ranks", request.root, f"root rank {request.root}"
+    if kind.sizes == "splits":
+        yield "numbers of splits", len(splits), f"splits {splits}"
+    if kind.disagreement:
+        yield kind.disagreement, splits, f"ranks {splits}"
+    yield f"{name} CPU/GPU device selection", request.device, f"a tensor on {request.device}"
+    yield "compression", (request.wire, request.keeps_error), request.wire or "none"
 
 
 def _impossible(first: Request, has_joined: bool) -> str:
@@ -51,40 +74,6 @@ def _impossible(first: Request, has_joined: bool) -> str:
     if kind.needs_rows and any(not shape for shape in first.shapes):
         return f"Tried to {first.kind} a tensor of no dimensions under the name {first.full_name!r}."
     return ""
-
-
-def _differences(one: Request, two: Request) -> Iterable[tuple[str, str, str]]:
-    """Yields (what, value of one, value of two) for every term in which members must agree, the most telling first."""
-    kind = one.kind
-    if len(one.shapes) != len(two.shapes):
-        yield f"{kind} numbers of tensors", str(len(one.shapes)), str(len(two.shapes))
-    if one.dtypes != two.dtypes:
-        yield "data types", _plain(one.dtypes), _plain(two.dtypes)
-    if KINDS[kind].shapes_must_match and one.shapes != two.shapes:
-        yield f"{kind} tensor shapes", f"shape {_plain(one.shapes)}", f"shape {_plain(two.shapes)}"
-    # Members may bring different numbers of rows here: the response tells each of them the numbers of all.
-    if not KINDS[kind].shapes_must_match:
-        for left, right in zip(one.shapes, two.shapes, strict=True):
-            if len(left) != len(right) or left[1:] != right[1:]:
-                yield f"{kind} tensor shapes beyond dimension 0", f"shape {list(left)}", f"shape {list(right)}"
-    if one.op != two.op:
-        yield "reduction operations", REDUCTIONS[one.op], REDUCTIONS[two.op]
-    if (one.prescale, one.postscale) != (two.prescale, two.postscale):
-        yield (
-            "prescale and/or postscale factors",
-            f"factors ({one.prescale}, {one.postscale})",
-            f"factors ({two.prescale}, {two.postscale})",
-        )
-    if one.root != two.root:
-        yield f"{kind} root ranks", f"root rank {one.root}", f"root rank {two.root}"
-    if KINDS[kind].sizes == "splits" and len(one.splits) != len(two.splits):
-        yield "numbers of splits", f"splits {list(one.splits)}", f"splits {list(two.splits)}"
-    if KINDS[kind].disagreement and one.splits != two.splits:
-        yield KINDS[kind].disagreement, f"ranks {list(one.splits)}", f"ranks {list(two.splits)}"
-    if one.device != two.device:
-        yield f"{kind} CPU/GPU device selection", f"a tensor on {one.device}", f"a tensor on {two.device}"
-    if (one.wire, one.keeps_error) != (two.wire, two.keeps_error):
-        yield "compression", one.wire or "none", two.wire or "none"
 
 
 def _plain(values: tuple[object, ...]) -> str:
