@@ -16,8 +16,8 @@ from tests.triton_interpreter import interpreted, outside
 
 from megaclass.data import augment as reference
 from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, mirror_, normalise, parse_augment
-from megaclass.data.augment_gpu import programs
 from megaclass.data.augment_gpu import prepare as prepare_module
+from megaclass.data.augment_gpu import programs
 from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.loader import _MIRROR_SALT, mirrored
 
