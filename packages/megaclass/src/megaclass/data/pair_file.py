@@ -102,7 +102,7 @@ def _check_opcodes(content: bytes) -> None:
     """Refuses other opcodes, lengths beyond the end of the file, and numbers that would make the table of objects huge."""
     admitted = frozenset(_ADMITTED.split())
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
-        if opcode.name not in admitted or (opcode.name.endswith("PUT") and argument > number):
+        if opcode.name not in admitted or (opcode.name.endswith("PUT") and (argument or 0) > number):
             raise pickle.UnpicklingError(f"{opcode.name} {argument}")
 
 
