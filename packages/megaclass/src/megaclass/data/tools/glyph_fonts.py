@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.process_map import process_map
+from megaclass.data.ordered_map import process_map
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
 

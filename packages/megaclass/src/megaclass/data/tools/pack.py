@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from megaclass.data.decode import Fit, decode_image, encode_jpeg, fit_image, image_suffix
 from megaclass.data.loading.reader import BadImages
 from megaclass.data.order import shuffled
+from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWriter, image_record, require_exact_label
 from megaclass.data.sources.records import LABELS_IN_ID2
 from megaclass.data.sources.source import CLASSES_FILE, ImageSource
-from megaclass.data.threaded_map import ordered_map
 from megaclass.data.tools.verify import SubsetSource
 from megaclass.errors import DataError
 from megaclass.image_size import ImageSize, height_and_width
@@ -157,17 +157,12 @@ class _Packing:
             file.writelines(itertools.islice(io.BytesIO(class_names), num_classes))
 
     def _records(self) -> Iterator[tuple[int, Record]]:
-        """Yields (key, record). With labels as floats, a header and identities frame the images."""
         num_images, num_classes = self.source.num_images, self.source.num_classes
-        if not self.is_label_in_id2:
-            yield 0, Record((float(num_images + 1), float(num_images + 1 + num_classes)), b"")
-        for key, label, payload in self._images(0, num_images):
-            yield key, image_record(label, payload, key, is_label_in_id2=self.is_label_in_id2)
-        if not self.is_label_in_id2:
-            ends = 1 + np.searchsorted(self.source.labels[self.by_class], np.arange(num_classes + 1))
-            for label in range(num_classes):
-                key = num_images + 1 + label
-                yield key, Record((float(ends[label]), float(ends[label + 1])), b"", id=key)
+        images = self._images(0, num_images)
+        if self.is_label_in_id2:
+            return ((key, image_record(label, payload, key, is_label_in_id2=True)) for key, label, payload in images)
+        first_keys = 1 + np.searchsorted(self.source.labels[self.by_class], np.arange(num_classes + 1))
+        return framed_records(images, first_keys)
 
     def _images(self, start: int, stop: int) -> Iterator[tuple[int, int, bytes]]:
         """Yields (key, label, encoded) at the positions of the file from `start` to `stop`, without images that are bad."""
@@ -203,6 +198,21 @@ class _Packing:
         places = np.arange(start, stop)
         seed = self.options.shuffle_seed
         return places if seed is None else shuffled(places, self.source.num_images, seed, 0)
+
+
+def framed_records(
+    images: Iterable[tuple[int, int, bytes]], first_keys: NDArray[np.int64]
+) -> Iterator[tuple[int, Record]]:
+    """Yields InsightFace's layout: a header, the images (key, label, encoded), then a record per identity with its keys.
+
+    first_keys: of each identity, and one after the last key of an image.
+    """
+    end, num_classes = int(first_keys[-1]), len(first_keys) - 1
+    yield 0, Record((float(end), float(end + num_classes)), b"")
+    for key, label, encoded in images:
+        yield key, image_record(label, encoded, key, is_label_in_id2=False)
+    for label in range(num_classes):
+        yield end + label, Record((float(first_keys[label]), float(first_keys[label + 1])), b"", id=end + label)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

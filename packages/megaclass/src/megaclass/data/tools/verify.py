@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image, first_image_size
+from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.open_source import format_of
 from megaclass.data.sources.record_index import read_index_lines
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordReader
 from megaclass.data.sources.records import Property, RecordFormat, RecordSource, read_property
 from megaclass.data.sources.source import ImageSource
-from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 
 _BLOCK_IMAGES = 128
