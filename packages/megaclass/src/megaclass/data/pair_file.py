@@ -1,7 +1,5 @@
 """Verification pairs in InsightFace's `.bin` format (lfw.bin, …): a pickle, read without executing anything in it."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

@@ -1,7 +1,5 @@
 """Features of a synthetic face, layer by layer from the front: glasses, hair, brows, eyes, nose, mouth, marks, skin."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Measures images per second for each stage of loading: reading, decoding, collating, augmenting."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ open-set         characters that are in none of the parts above, in all designs
 Each part but open-set numbers its classes as train does. The bytes depend on the fonts and on the version of Pillow only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

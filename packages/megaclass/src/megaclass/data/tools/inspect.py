@@ -1,7 +1,5 @@
 """`megaclass data inspect`: counts and sizes of a source, images per class, a grid of images."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

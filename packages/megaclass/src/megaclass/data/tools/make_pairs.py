@@ -1,7 +1,5 @@
 """Makes verification pairs out of labelled images, same and different in turn, chosen by hashes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

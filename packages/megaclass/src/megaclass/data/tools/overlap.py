@@ -6,8 +6,6 @@ change thumbnails of 112 x 112 by at most 4; in Omniglot, whose drawings are ali
 picture that was cropped or padded is not recognised.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

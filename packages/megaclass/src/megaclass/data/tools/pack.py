@@ -4,8 +4,6 @@ The folder appears whole or not at all. Its files are a pure function of the sou
 are left out.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import tarfile

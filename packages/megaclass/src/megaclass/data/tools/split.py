@@ -5,8 +5,6 @@ pairs --holdout` agree. A mark with the ID of the split lies in each part and ne
 the identities of a .bin were held out of the data that was trained on, instead of assuming it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

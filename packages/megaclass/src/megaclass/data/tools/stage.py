@@ -6,8 +6,6 @@ links into it nor replace it. In it the copy is a folder that appears whole; its
 originals, so it is used again as long as they are unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 holdout.rec has further images of identities in training, one per identity, on which a run measures its classification.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

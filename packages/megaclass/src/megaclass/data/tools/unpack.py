@@ -1,7 +1,5 @@
 """Writes any data as a folder of images with one subfolder per identity, which every tool and every person can look at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A damaged `.rec` is read without trusting its index: records are found by their 
 The sound images form a source of their own, from which `--repair` writes a clean copy.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
