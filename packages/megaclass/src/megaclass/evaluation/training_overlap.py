@@ -9,8 +9,8 @@ from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.overlap import describe_overlap, find_overlaps
 from megaclass.data.tools.split import is_unseen
-from megaclass.evaluation.embed import OnProgress
 from megaclass.evaluation.protocol import SetResult
+from megaclass.progress import OnProgress, no_progress
 
 
 def compared_with_training_data(
@@ -18,7 +18,7 @@ def compared_with_training_data(
     source: ImageSource,
     data_path: str,
     drawn: Path | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> list[SetResult]:
     """Returns the results with `training_data` added to each .bin: how many of its images are training images, and whether
     `megaclass data split` held its identities out of the data at `data_path`.

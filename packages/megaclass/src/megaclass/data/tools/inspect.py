@@ -1,7 +1,6 @@
 """`megaclass data inspect`: counts and sizes of a source, images per class, a grid of images."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,15 @@ import numpy as np
 from megaclass.data.decode import decode_batch, image_dimensions
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 
 _NUM_SIZED = 2000
 _NUM_SURVEYED = 1000
 _BAR_WIDTH = 50
 _GRID_COLUMNS, _GRID_ROWS = 12, 6
 
-Progress = Callable[[int, int], None]
 
-
-def inspect_source(source: ImageSource, on_progress: Progress | None = None) -> dict[str, Any]:
+def inspect_source(source: ImageSource, on_progress: OnProgress = no_progress) -> dict[str, Any]:
     """Returns counts, a histogram {images per class: number of classes}, and the sizes of up to 2,000 images."""
     labels, counts = np.unique(source.labels, return_counts=True)
     sizes, num_bytes, num_sized = _sizes_of(source, _NUM_SIZED, on_progress)
@@ -86,15 +84,14 @@ def survey_sizes(source: ImageSource, image_size: tuple[int, int]) -> tuple[str,
 
 
 def _sizes_of(
-    source: ImageSource, num_wanted: int, on_progress: Progress | None = None
+    source: ImageSource, num_wanted: int, on_progress: OnProgress = no_progress
 ) -> tuple[Counter[tuple[int, int]], int, int]:
     """Returns the (height, width) and the bytes of images spread over the source that can be read, and how many were read."""
     looked_at = np.unique(np.linspace(0, source.num_images - 1, num_wanted).astype(np.int64))
     sizes: Counter[tuple[int, int]] = Counter()
     num_bytes = 0
     for number, index in enumerate(looked_at.tolist(), start=1):
-        if on_progress is not None:
-            on_progress(number, len(looked_at))
+        on_progress(number, len(looked_at))
         try:
             encoded = source.read(index)
             sizes[image_dimensions(encoded, source.name_of(index))] += 1

@@ -8,7 +8,7 @@ picture that was cropped or padded is not recognised.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 
 # Some seconds of reading. If pairs were drawn from the training data, any sample shows many.
 _MAX_LOOKED_AT = 2**16
@@ -44,7 +45,7 @@ def find_overlaps(
     sets: Mapping[str, Iterable[bytes]],
     source: ImageSource,
     max_looked_at: int = _MAX_LOOKED_AT,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> dict[str, dict[str, int]]:
     """Compares the images of each set with all training images, or with a sample spread over them, in one pass.
 
@@ -62,8 +63,7 @@ def find_overlaps(
         images = list(_read(source, order[start : start + _BLOCK]))
         found |= pictures.same_as(images)
         num_looked_at += len(images)
-        if on_progress is not None:
-            on_progress(num_looked_at, len(order))
+        on_progress(num_looked_at, len(order))
         if time.monotonic() > deadline:
             break
     return {

@@ -7,7 +7,7 @@ are left out.
 import io
 import itertools
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,12 +25,11 @@ from megaclass.data.sources.source import CLASSES_FILE, ImageSource
 from megaclass.data.tools.verify import SubsetSource
 from megaclass.errors import DataError
 from megaclass.image_size import ImageSize, height_and_width
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import published_folder
 
 JPEG_QUALITY = 95
 _BLOCK_IMAGES = 64
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ def pack(
     *,
     class_names: bytes = b"",
     num_threads: int = 1,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> PackResult:
     """Writes the folder `out`. `on_progress` gets the images done and their total.
 
@@ -110,7 +109,7 @@ class _Packing:
         is_label_in_id2: bool,
         num_threads: int,
         bad_images: BadImages,
-        on_progress: Progress | None,
+        on_progress: OnProgress,
     ) -> None:
         self.source = source
         self.options = options
@@ -171,8 +170,7 @@ class _Packing:
             done += num_read
             self.bad_images.add_read(num_read)
             self.num_other_size += num_other_size
-            if self.on_progress is not None:
-                self.on_progress(done, self.source.num_images)
+            self.on_progress(done, self.source.num_images)
 
     def _read_block(self, positions: range) -> tuple[list[tuple[int, int, bytes]], int, int]:
         """Returns (key, label, encoded) of each image that decodes, and how many were read and had another size."""

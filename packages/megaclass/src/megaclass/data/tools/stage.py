@@ -12,21 +12,20 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from megaclass.data.sources.open_source import format_of
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import free_bytes, published_folder
 
 _LOCK = ".lock"
 _COPY_BYTES = 2**24
 
-Progress = Callable[[int, int], None]
 
-
-def stage(path: str, place: Path, on_progress: Progress | None = None) -> str:
+def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
     """Copies the data at `path` (see `open_source`) into a folder in `place` unless it is there; returns the path to open.
 
     If several processes of a host stage the same data, one copies and the others wait. `on_progress` gets the bytes done and
@@ -108,7 +107,7 @@ def _make_private(folder: Path) -> None:
         )
 
 
-def _copy(wanted: Mapping[str, Path], folder: Path, place: Path, on_progress: Progress | None) -> None:
+def _copy(wanted: Mapping[str, Path], folder: Path, place: Path, on_progress: OnProgress) -> None:
     total, free = sum(_size_and_time(file)[0] for file in wanted.values()), free_bytes(folder)
     if total > free:
         raise DataError(
@@ -122,8 +121,7 @@ def _copy(wanted: Mapping[str, Path], folder: Path, place: Path, on_progress: Pr
             while block := source.read(_COPY_BYTES):
                 target.write(block)
                 done += len(block)
-                if on_progress is not None:
-                    on_progress(done, total)
+                on_progress(done, total)
         # With equal times, the caches, which check them, are valid for the copies.
         found = file.stat()
         os.utime(folder / name, ns=(found.st_atime_ns, found.st_mtime_ns))

@@ -6,7 +6,7 @@ holdout.rec has further images of identities in training, one per identity, on w
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from megaclass.data.sources.recordio import MAX_EXACT_LABEL, RecordWriter, image
 from megaclass.data.synthetic.faces import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, draw_faces
 from megaclass.data.tools.pack import framed_records
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import published_folder
 from megaclass_launch.operating_system import num_cores
 
@@ -32,8 +33,6 @@ _DRAWING_VERSION = 1
 _BLOCK_IMAGES = 128
 # A process draws these in about the time that its start takes.
 _IMAGES_WORTH_A_PROCESS = 512
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def synthesize(
     seed: int = 0,
     num_pairs: int = 1000,
     num_processes: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> bool:
     """Draws a set into the folder `out`, which appears whole or not at all. Returns False if `out` already held it.
 
@@ -121,7 +120,7 @@ def _holds_same_set(out: Path, arguments: _SynthesisArguments) -> bool:
     )
 
 
-def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int, on_progress: Progress | None) -> None:
+def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int, on_progress: OnProgress) -> None:
     pair_identity, pair_image, is_same = _choose_pairs(arguments)
     num_identities, per_identity = arguments.num_identities, arguments.images_per_identity
     # Spread over all identities; as many as there are pairs, so they take half as long to evaluate.
@@ -174,8 +173,8 @@ def _draw_and_encode(job: tuple[int, NDArray[np.int64], NDArray[np.int64], int])
     return [encode_jpeg(face_HW3, JPEG_QUALITY) for face_HW3 in draw_faces(*job)]
 
 
-def _count(encoded: Iterator[bytes], num_images: int, on_progress: Progress | None) -> Iterator[bytes]:
+def _count(encoded: Iterator[bytes], num_images: int, on_progress: OnProgress) -> Iterator[bytes]:
     for done, item in enumerate(encoded, start=1):
-        if on_progress is not None and (done % _BLOCK_IMAGES == 0 or done == num_images):
+        if done % _BLOCK_IMAGES == 0 or done == num_images:
             on_progress(done, num_images)
         yield item

@@ -1,6 +1,6 @@
 """Writes any data as a folder of images with one subfolder per identity, which every tool and every person can look at."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaclass.data.decode import decode_image, image_suffix
@@ -8,6 +8,7 @@ from megaclass.data.loading.reader import BadImages
 from megaclass.data.sources.files import has_image_name
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import published_folder
 
 
@@ -16,7 +17,7 @@ def unpack(
     out: Path,
     *,
     class_names: Sequence[bytes] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> int:
     """Writes `out`/NAME/FILE with the bytes of the source; the folder appears whole or not at all.
 
@@ -40,8 +41,7 @@ def unpack(
             except DataError as error:
                 bad.add_bad(index, error)
             bad.add_read(1)
-            if on_progress is not None:
-                on_progress(index + 1, source.num_images)
+            on_progress(index + 1, source.num_images)
     return len(bad.indices)
 
 

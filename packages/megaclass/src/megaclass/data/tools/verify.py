@@ -22,10 +22,10 @@ from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordReade
 from megaclass.data.sources.records import Property, RecordFormat, RecordSource, read_property
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 
 _BLOCK_IMAGES = 128
 
-Progress = Callable[[int, int], None]
 Result = TypeVar("Result")
 
 
@@ -72,7 +72,7 @@ class SubsetSource:
 
 
 def verify(
-    path: Path | str, *, num_threads: int = 1, on_progress: Progress | None = None
+    path: Path | str, *, num_threads: int = 1, on_progress: OnProgress = no_progress
 ) -> tuple[Findings, ImageSource | None]:
     """Returns the defects, and a source of the sound images, if any. `on_progress` gets the records done and their total."""
     found = format_of(path)
@@ -95,7 +95,7 @@ def verify(
     return findings, SubsetSource(source, np.flatnonzero(is_sound)) if is_sound.any() else None
 
 
-def _verify_records(path: Path, num_threads: int, on_progress: Progress | None) -> tuple[Findings, ImageSource | None]:
+def _verify_records(path: Path, num_threads: int, on_progress: OnProgress) -> tuple[Findings, ImageSource | None]:
     findings = Findings(f"RecordIO {path}")
     reader = RecordReader(path)
     properties = _property_or_fault(path.parent / "property", findings)
@@ -230,7 +230,7 @@ def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> Iterator[tupl
 
 
 def _checked(
-    check: Callable[[int], Result], num_items: int, num_threads: int, on_progress: Progress | None
+    check: Callable[[int], Result], num_items: int, num_threads: int, on_progress: OnProgress
 ) -> Iterator[Result]:
     """Yields the result of each item in order; threads check blocks of them."""
     blocks = (range(at, min(at + _BLOCK_IMAGES, num_items)) for at in range(0, num_items, _BLOCK_IMAGES))
@@ -238,5 +238,4 @@ def _checked(
     for results in ordered_map(lambda block: [check(item) for item in block], blocks, num_threads):
         yield from results
         num_done += len(results)
-        if on_progress is not None:
-            on_progress(num_done, num_items)
+        on_progress(num_done, num_items)
