@@ -12,9 +12,8 @@ from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
 from megaclass.data.tools.inspect import inspect_source
 from megaclass.data.tools.make_pairs import make_pairs
-from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.pack import PackOptions, pack, unpack
 from megaclass.data.tools.split import Split, split_data
-from megaclass.data.tools.unpack import unpack
 from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 

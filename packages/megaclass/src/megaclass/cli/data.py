@@ -233,7 +233,7 @@ def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.sources.open_source import format_of, open_source
-    from megaclass.data.tools.unpack import unpack
+    from megaclass.data.tools.pack import unpack
 
     source = open_source(options.path)
     with _progress("unpacking") as on_progress:

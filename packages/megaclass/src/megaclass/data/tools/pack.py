@@ -1,13 +1,13 @@
 """Packs any source into `train.rec` with `train.idx` and `property`, or tar shards; `classes.txt` if classes have names.
 
 The folder appears whole or not at all. Its files are a pure function of the source and the options. Images that do not decode
-are left out.
+are left out. `unpack` writes a folder of images.
 """
 
 import io
 import itertools
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from megaclass.data.decode import Fit, decode_image, encode_jpeg, fit_image, ima
 from megaclass.data.loading.reader import BadImages
 from megaclass.data.order import shuffled
 from megaclass.data.ordered_map import ordered_map
+from megaclass.data.sources.files import has_image_name
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWriter, image_record, require_exact_label
 from megaclass.data.sources.records import LABELS_IN_ID2
 from megaclass.data.sources.source import CLASSES_FILE, ImageSource
@@ -215,3 +216,53 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(content)
     tar.addfile(info, io.BytesIO(content))
+
+
+# ---- the way back ----
+
+
+def unpack(
+    source: ImageSource,
+    out: Path,
+    *,
+    class_names: Sequence[bytes] | None = None,
+    on_progress: OnProgress = no_progress,
+) -> int:
+    """Writes `out`/NAME/FILE with the bytes of the source; the folder appears whole or not at all.
+
+    NAME is the name of the class if the data has names, otherwise its number; FILE is the name of the image's file, or its
+    number. Images that do not decode are left out; returns their number.
+    """
+    if out.exists():
+        raise DataError(f"{out} exists already: choose a folder that does not exist.")
+    width = len(str(max(0, source.num_classes - 1)))
+    bad = BadImages.of_tool(source)
+    with published_folder(out.resolve()) as unfinished:
+        for index in range(source.num_images):
+            label = int(source.labels[index])
+            name = _folder_name(class_names[label]) if class_names is not None else f"{label:0{width}d}"
+            folder = unfinished / name
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                content = source.read(index)
+                decode_image(content, source.name_of(index))
+                (folder / _file_name(source, index, content, folder)).write_bytes(content)
+            except DataError as error:
+                bad.add_bad(index, error)
+            bad.add_read(1)
+            on_progress(index + 1, source.num_images)
+    return len(bad.indices)
+
+
+def _file_name(source: ImageSource, index: int, content: bytes, folder: Path) -> str:
+    """Returns the name of the image's own file; a number if it has none, or if another image has taken its name."""
+    own = Path(source.name_of(index)).name
+    if has_image_name(own) and not (folder / own).exists():
+        return own
+    return f"{index:08d}{image_suffix(content, own)}"
+
+
+def _folder_name(name: bytes) -> str:
+    """Returns the name as one folder's name: it must not lead anywhere else, nor be hidden."""
+    text = name.decode("utf-8", errors="replace").replace("/", "_").replace("\\", "_").replace("\x00", "_")
+    return f"_{text}" if text.startswith(".") or not text else text
