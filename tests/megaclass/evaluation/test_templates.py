@@ -102,19 +102,19 @@ def test_scores_and_numbers_are_those_of_the_protocol_word_for_word(ijb_folder):
             scores = {s: _cosine(templates[100 + probe], templates[100 + s]) for s in subjects}
             hits += max(scores, key=scores.get) == probe % 8
         numbers = result.identification[name]
-        assert (numbers.num_gallery, numbers.num_mated, numbers.num_unmated) == (
+        assert (numbers["num_gallery"], numbers["num_mated"], numbers["num_unmated"]) == (
             len(subjects),
             len(mated),
             16 - len(mated),
         )
-        assert numbers.rank_k[1] == pytest.approx(hits / len(mated))
+        assert numbers["rank_k"]["1"] == pytest.approx(hits / len(mated))
     probes = range(8, 24)
     impostors = sorted(
         (_cosine(templates[100 + p], templates[100 + s]) for p in probes for s in range(8) if s != p % 8), reverse=True
     )
     mates = [_cosine(templates[100 + p], templates[100 + p % 8]) for p in probes]
     threshold = impostors[int(np.ceil(0.1 * 16)) - 1]
-    assert result.published_tpir[0.1] == pytest.approx(np.mean(np.array(mates) > threshold))
+    assert result.published_tpir["0.1"] == pytest.approx(np.mean(np.array(mates) > threshold))
 
 
 def test_template_features_of_a_hand_worked_case():

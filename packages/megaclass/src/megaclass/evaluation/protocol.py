@@ -6,7 +6,7 @@ on the command line, evaluation.json, the report, model cards) goes through the 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from megaclass.data.decode import Fit
 from megaclass.evaluation.centres import ClassShard
 from megaclass.evaluation.embed import Embedded, OnProgress, embed_images, embed_part
-from megaclass.evaluation.examples import Examples
+from megaclass.evaluation.examples import DAMAGED, Examples
 from megaclass.evaluation.images import Images
 from megaclass.image_size import ImageSize
 
 Floats = NDArray[np.float64]
 Numbers = Mapping[str, Any]
 """The numbers of one model on one set, as evaluation.json holds them."""
-Checks = Mapping[str, Callable[[object], bool]]
-"""A check for each number of a protocol by its key in evaluation.json."""
 NOT_MEASURABLE = "not measurable"
 
 
@@ -173,10 +171,6 @@ class EvaluationProtocol(ABC):
     """Name in the table of a model card."""
     found_at: ClassVar[str] = ""
     """Paths that `find` recognises, for error messages."""
-    expected: ClassVar[Checks]
-    """Check of each number when evaluation.json is read: the file may be damaged or come from a stranger."""
-    optional: ClassVar[frozenset[str]] = frozenset()
-    """Keys of `expected` that older versions did not write."""
 
     def find(self, path: Path) -> list[EvaluationSet]:
         """Returns the sets of this protocol at a path given with `--on`; none if it does not recognise the path."""
@@ -210,11 +204,20 @@ class EvaluationProtocol(ABC):
         """Returns a sentence that belongs next to the numbers wherever they are shown; may be empty."""
         return ""
 
+    def drawn(self, numbers: Numbers) -> Iterable[float]:
+        """Returns the numbers that are used elsewhere than in the texts and rows: in a chart, or to reject an image."""
+        return ()
+
     def fault(self, numbers: Numbers) -> str:
-        """Describes the first number that cannot be shown; empty if all can."""
-        for key, is_right in self.expected.items():
-            if not is_right(numbers[key]) if key in numbers else key not in self.optional:
-                return f"{key} is {str(numbers.get(key, 'missing'))[:60]!r}"
+        """Shows the numbers of an evaluation.json, which may be damaged; returns why they cannot be shown, or nothing."""
+        try:
+            for text in (self.headline, self.lead, self.meaning, self.remark):
+                text(numbers)
+            self.rows([numbers])
+            best_cells([""], [self.quoted(numbers)])
+            all(map(math.isfinite, self.drawn(numbers)))
+        except DAMAGED as error:
+            return f"a number is missing or of another kind ({type(error).__name__}: {str(error)[:60]})"
         return ""
 
 
@@ -229,13 +232,6 @@ def share_text(share: float | None) -> str:
     return NOT_MEASURABLE if share is None else percent(share)
 
 
-def share_with_interval(share: float | None, ends: Sequence[float] | None) -> str:
-    """Returns the share, with its 95 % confidence interval in brackets if there is one."""
-    if share is None or ends is None:
-        return share_text(share)
-    return f"{percent(share)} [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
-
-
 def best_cells(texts: Sequence[str], values: Sequence[float | None], *, is_lower_better: bool = False) -> list[Cell]:
     """Returns one cell per text, with the best value marked; none is marked if there is nothing to compare."""
     known = [value for value in values if value is not None and math.isfinite(value)]
@@ -246,58 +242,32 @@ def best_cells(texts: Sequence[str], values: Sequence[float | None], *, is_lower
 def share_cells(
     shares: Sequence[float | None], intervals: Sequence[Sequence[float] | None] | None = None
 ) -> list[Cell]:
-    """Returns one cell per model, the highest share marked."""
-    ends = intervals or [None] * len(shares)
-    return best_cells([share_with_interval(*one) for one in zip(shares, ends, strict=True)], shares)
+    """Returns one cell per model, the highest share marked; with 95 % confidence intervals in brackets if there are any."""
+    texts = []
+    for share, ends in zip(shares, intervals or [None] * len(shares), strict=True):
+        interval = f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]" if ends and share is not None else ""
+        texts.append(f"{share_text(share)}{interval}")
+    return best_cells(texts, shares)
 
 
 def rate_rows(columns: Sequence[Numbers]) -> list[Row]:
     """Returns the rows of everything that is read from a ROC."""
     aucs, eers = [n["auc"] for n in columns], [n["eer"] for n in columns]
-    rows: list[Row] = [
+    return [
         ("Area under the ROC", best_cells([f"{auc:.4f}" for auc in aucs], aucs)),
         ("Equal error rate", best_cells([percent(eer) for eer in eers], eers, is_lower_better=True)),
+        *keyed_rows(columns, "tar_at_far", "TAR at FAR {}", "tar_at_far_95"),
     ]
-    for far in columns[0]["tar_at_far"]:
-        tars = [n["tar_at_far"].get(far) for n in columns]
-        rows.append((f"TAR at FAR {far}", share_cells(tars, [n.get("tar_at_far_95", {}).get(far) for n in columns])))
-    return rows
 
 
-# ---- checks of numbers that were read from evaluation.json ---------------------------------------------------------
+def keyed_rows(columns: Sequence[Numbers], key: str, title: str, intervals: str = "") -> list[Row]:
+    """Returns a row per entry of a table of shares, such as one per FAR. intervals: key of the 95 % intervals."""
+    shares, ends = [n.get(key, {}) for n in columns], [n.get(intervals, {}) for n in columns]
+    return [
+        (title.format(at), share_cells([one.get(at) for one in shares], [one.get(at) for one in ends]))
+        for at, _ in shares[0].items()
+    ]
 
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e15)
-
-
-def is_number_or_none(value: object) -> bool:
-    return value is None or is_number(value)
-
-
-def is_count(value: object) -> bool:
-    return is_number(value) and isinstance(value, int)
-
-
-def are_shares(value: object) -> bool:
-    return isinstance(value, dict) and all(map(is_number_or_none, value.values()))
-
-
-def are_intervals(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        one is None or (isinstance(one, list) and len(one) == 2 and all(map(is_number, one))) for one in value.values()
-    )
-
-
-def are_ranks(value: object) -> bool:
-    return isinstance(value, dict) and are_shares(value) and "1" in value
-
-
-RATE_CHECKS: Checks = {
-    "num_pairs": is_count,
-    "num_same": is_count,
-    "auc": is_number,
-    "eer": is_number,
-    "tar_at_far": are_shares,
-    "tar_at_far_95": are_intervals,
-}

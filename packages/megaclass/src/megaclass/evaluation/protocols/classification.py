@@ -9,9 +9,9 @@ does not know are counted, and show how well unknown classes are rejected; no ot
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,19 +29,14 @@ from megaclass.evaluation.examples import Judged, examples_of
 from megaclass.evaluation.images import SourceImages
 from megaclass.evaluation.protocol import (
     Cell,
-    Checks,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
     Numbers,
     Row,
     SetResult,
-    are_intervals,
-    are_shares,
     best_cells,
-    is_count,
-    is_number,
-    is_number_or_none,
+    keyed_rows,
     percent,
     share_cells,
     share_text,
@@ -62,41 +57,11 @@ _MAX_FITTED = {"cpu": 1024, "cuda": 4096}
 _FEWEST_FITTED = 10
 
 
-def _hold_numbers(*keys: str) -> Callable[[object], bool]:
-    """Returns the check of a list or table of records, each with a number under each key."""
-
-    def are_right(value: object) -> bool:
-        records: Any = value.values() if isinstance(value, dict) else value
-        return isinstance(value, dict | list) and all(
-            isinstance(one, dict) and all(is_number(one.get(key)) for key in keys) for one in records
-        )
-
-    return are_right
-
-
 class ClassificationProtocol(EvaluationProtocol):
     """Labelled images against the class centres of the model."""
 
     kind = "classification"
     card_name = "classification, both flips"
-    expected: ClassVar[Checks] = {
-        "num_images": is_count,
-        "num_classes": is_count,
-        "num_model_classes": is_count,
-        "num_unknown_images": is_count,
-        "num_unknown_classes": is_count,
-        "matched_by": lambda value: value in ("name", "number"),
-        "top_k": lambda value: are_shares(value) and isinstance(value, dict) and is_number(value.get("1")),
-        "top_k_95": are_intervals,
-        "mean_per_class": is_number,
-        "by_training_images": _hold_numbers("top_1", "images", "classes"),
-        "coverage": _hold_numbers("coverage", "accuracy", "threshold"),
-        "reject": _hold_numbers("threshold", "kept"),
-        "reject_by": lambda value: isinstance(value, str),
-        "temperature": is_number_or_none,
-        "num_fitted": is_count,
-        "calibration_error": is_number_or_none,
-    }
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         if evaluator.centres is None:
@@ -157,11 +122,12 @@ class ClassificationProtocol(EvaluationProtocol):
             )
         return told
 
+    def drawn(self, numbers: Numbers) -> Iterable[float]:
+        yield from (point[key] for point in numbers["coverage"] for key in ("coverage", "accuracy"))
+        yield from (one["threshold"] for one in numbers["reject"].values())
+
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        rows: list[Row] = [
-            (f"Top-{k}", share_cells([n["top_k"].get(k) for n in columns], [n["top_k_95"].get(k) for n in columns]))
-            for k in columns[0]["top_k"]
-        ]
+        rows = keyed_rows(columns, "top_k", "Top-{}", "top_k_95")
         rows.append(("Top-1, mean over classes", share_cells([n["mean_per_class"] for n in columns])))
         for group in columns[0]["by_training_images"]:
             found = [n["by_training_images"].get(group, {}) for n in columns]

@@ -7,10 +7,9 @@ persons, in files such as name/name_0001.jpg. Paths are relative to the folder o
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,7 @@ from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.images import GivenImages, PairImages
 from megaclass.evaluation.protocol import (
-    RATE_CHECKS,
     Cell,
-    Checks,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
@@ -33,9 +30,6 @@ from megaclass.evaluation.protocol import (
     Row,
     SetResult,
     best_cells,
-    is_count,
-    is_number,
-    is_number_or_none,
     percent,
     rate_rows,
     share_cells,
@@ -120,32 +114,12 @@ _ABSENT = "–"
 _MISTAKES_KEPT = 12
 
 
-def _is_training_data(value: object) -> bool:
-    keys = ("images", "found", "looked_at", "training_images")
-    return isinstance(value, dict) and all(is_count(value.get(key)) for key in keys) and "is_held_out" in value
-
-
 class PairProtocol(EvaluationProtocol):
     """Verification of pairs in ten folds."""
 
     kind = "pairs"
     card_name = "10 folds, both flips"
     found_at = "a .bin file, a pairs list (.txt), or a folder with *.bin or pairs.txt"
-    expected: ClassVar[Checks] = {
-        **RATE_CHECKS,
-        "accuracy": is_number,
-        "accuracy_std": is_number,
-        "threshold": is_number,
-        "fold_accuracies": lambda value: isinstance(value, list),
-        "threshold_far": is_number,
-        "threshold_at_far": lambda value: isinstance(value, dict) and all(map(is_number_or_none, value.values())),
-        "training_data": _is_training_data,
-        "published_tar_at_far_1e-3": is_number_or_none,
-        "xnorm": is_number_or_none,
-    }
-    optional = frozenset(
-        {"training_data", "tar_at_far_95", "published_tar_at_far_1e-3", "xnorm", "threshold_far", "threshold_at_far"}
-    )
 
     def find(self, path: Path) -> list[EvaluationSet]:
         if path.suffix in (".bin", ".txt"):
@@ -182,6 +156,9 @@ class PairProtocol(EvaluationProtocol):
 
     def remark(self, numbers: Numbers) -> str:
         return training_data_line(numbers)
+
+    def drawn(self, numbers: Numbers) -> Iterable[float]:
+        return [one for one in numbers.get("threshold_at_far", {}).values() if one is not None]
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         accuracies = [n["accuracy"] for n in columns]

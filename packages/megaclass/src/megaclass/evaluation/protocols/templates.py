@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +19,18 @@ from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.images import AlignedImages
 from megaclass.evaluation.protocol import (
-    RATE_CHECKS,
-    Checks,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
     Numbers,
     Row,
     SetResult,
-    are_ranks,
-    are_shares,
+    keyed_rows,
     rate_rows,
-    share_cells,
     share_text,
 )
 from megaclass.evaluation.protocols.curves import curves_of
-from megaclass.evaluation.protocols.identification import Identification, numbers_of_scores, published_ijb_tpir
+from megaclass.evaluation.protocols.identification import numbers_of_scores, published_ijb_tpir
 from megaclass.evaluation.protocols.verification import PairRates, pair_rates
 from megaclass.evaluation.search import search, shard_of_rank
 
@@ -72,16 +68,14 @@ class TemplateResult:
     """The 1:1 numbers."""
     distances_M: NDArray[np.float64]
     is_same_M: NDArray[np.bool_]
-    identification: dict[str, Identification]
+    identification: dict[str, dict[str, Any]]
     """Keyed by gallery: each as an open-set test of its own, and `joined`, all galleries as one as in InsightFace's script."""
-    published_tpir: dict[float, float | None]
-    """TPIR on the joined galleries with the threshold of InsightFace's script."""
+    published_tpir: dict[str, float | None]
+    """TPIR on the joined galleries with the threshold of InsightFace's script, by FPIR."""
 
     def to_json(self) -> dict[str, Any]:
-        galleries = {name: numbers.to_json() for name, numbers in self.identification.items()}
-        published = {f"{fpir:g}": tpir for fpir, tpir in self.published_tpir.items()}
-        extra = {"identification": galleries, "published_tpir_at_fpir": published} if galleries else {}
-        return {**self.verification.to_json(), **extra}
+        searched = {"identification": self.identification, "published_tpir_at_fpir": self.published_tpir}
+        return {**self.verification.to_json(), **(searched if self.identification else {})}
 
 
 def find_ijb(path: Path) -> str | None:
@@ -92,21 +86,12 @@ def find_ijb(path: Path) -> str | None:
     return None
 
 
-def _are_galleries(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(one, dict) and are_ranks(one.get("rank_k")) and are_shares(one.get("tpir_at_fpir"))
-        for one in value.values()
-    )
-
-
 class TemplateProtocol(EvaluationProtocol):
     """IJB-B and IJB-C."""
 
     kind = "templates"
     card_name = "1:1"
     found_at = "an IJB folder (with meta/ijb?_face_tid_mid.txt)"
-    expected: ClassVar[Checks] = {**RATE_CHECKS, "identification": _are_galleries, "published_tpir_at_fpir": are_shares}
-    optional = frozenset({"tar_at_far_95", "identification", "published_tpir_at_fpir"})
 
     def find(self, path: Path) -> list[EvaluationSet]:
         name = find_ijb(path)
@@ -139,14 +124,11 @@ class TemplateProtocol(EvaluationProtocol):
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = rate_rows(columns)
         for gallery in columns[0].get("identification", {}):
-            for key, title in (("rank_k", "rank-{}"), ("tpir_at_fpir", "TPIR at FPIR {}")):
-                for k in columns[0]["identification"][gallery][key]:
-                    found = [n.get("identification", {}).get(gallery, {}).get(key, {}) for n in columns]
-                    rows.append((f"1:N {gallery}, {title.format(k)}", share_cells([one.get(k) for one in found])))
-        for fpir in columns[0].get("published_tpir_at_fpir", {}):
-            published = [n.get("published_tpir_at_fpir", {}).get(fpir) for n in columns]
-            rows.append((f"1:N joined, TPIR at FPIR {fpir}, published threshold", share_cells(published)))
-        return rows
+            found = [n.get("identification", {}).get(gallery, {}) for n in columns]
+            rows += keyed_rows(found, "rank_k", f"1:N {gallery}, rank-{{}}")
+            rows += keyed_rows(found, "tpir_at_fpir", f"1:N {gallery}, TPIR at FPIR {{}}")
+        published = "1:N joined, TPIR at FPIR {}, published threshold"
+        return rows + keyed_rows(columns, "published_tpir_at_fpir", published)
 
 
 def read_ijb(path: Path) -> IjbSet:
@@ -248,12 +230,12 @@ def _identify(
     ijb: IjbSet,
     device: torch.device,
     group: dist.ProcessGroup | None,
-) -> tuple[dict[str, Identification], dict[float, float | None]]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, float | None]]:
     if not ijb.galleries:
         return {}, {}
     probes_PD = templates_TD[np.searchsorted(ids_T, ijb.probes_T2[:, 0])]
-    results: dict[str, Identification] = {}
-    published: dict[float, float | None] = {}
+    results: dict[str, dict[str, Any]] = {}
+    published: dict[str, float | None] = {}
     joined = np.concatenate(list(ijb.galleries.values()))
     for name, members_G2 in {**ijb.galleries, "joined": joined}.items():
         gallery = shard_of_rank(templates_TD[np.searchsorted(ids_T, members_G2[:, 0])], members_G2[:, 1], group)
@@ -265,7 +247,7 @@ def _identify(
         results[name] = numbers_of_scores(mates_P, others_Pk[:, :10], num_gallery=len(members_G2))
         if name == "joined":
             impostors = -np.sort(-others_Pk[np.isfinite(others_Pk)])
-            published = {fpir: published_ijb_tpir(mates_P, impostors, fpir) for fpir in _PUBLISHED_FPIR}
+            published = {f"{fpir:g}": published_ijb_tpir(mates_P, impostors, fpir) for fpir in _PUBLISHED_FPIR}
     return results, published
 
 
