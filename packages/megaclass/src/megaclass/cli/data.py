@@ -5,184 +5,125 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaclass.cli.arguments import add_commands
 from megaclass.errors import DataError
-from megaclass_launch.operating_system import num_cores
 from megaclass_launch.wire.plain_text import plain_lines
 
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands
-    from megaclass.image_size import ImageSize
 
-_DATA = "the data, in any form that data.path accepts"
 _logger = logging.getLogger("megaclass.cli")
+_COMMANDS = """
+synth: draw synthetic identities: train.rec, train.idx, property and verification.bin
+  --identities           int!          number of identities
+  --images-per-identity  int!          number of images per identity
+  --size                 int=112       side length of the images in pixels
+  --pairs                int=1000      number of verification pairs, of other identities
+  --seed                 int=0         random seed
+  --out                  path!         folder to write
+  @json
+
+pack: convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards
+  @path
+  --out           path!                folder to write
+  --format        rec|tar=rec          output format
+  --labels        auto|float|id2=auto  store labels as float32 (exact up to 2^24) or as 64 bits in id2; auto uses id2
+                beyond 2^24 classes
+  --no-shuffle    flag                 keep the images of each class together
+  --seed          int=0                random seed of the order
+  --size          size SIDE|HEIGHTxWIDTH    fit images to this size, such as 112 or 112x96, and encode them again; otherwise
+                bytes are copied
+  --fit           pad|crop|squash=squash    with --size: add black borders, cut off edges, or stretch
+  --shard-images  int=10000            images per tar shard
+  --threads       cores="one per core" N    number of threads that read and encode
+  @json
+
+inspect: print counts, sizes, the range of labels and images per class
+  @path
+  --png  path FOLDER  write first-images.png there
+  @json
+
+verify: decode every image, check labels and index, list bad records
+  path       text      the data, in any form that data.path accepts, or a .rec file without an index
+  --repair   path OUT  write a copy of the readable images to this folder
+  --threads  cores="one per core" N    number of threads that decode
+  --show     int=20    number of bad images to print; --json prints all
+  @json
+
+shuffle: write a .rec file with the records in random order
+  @path
+  --out   path!  folder to write
+  --seed  int=0  random seed of the order
+  @json
+
+split: hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs
+  @path
+  --out            path!        folder to write
+  or --identities  float SHARE  share of the identities to hold out, such as 0.1
+  or --images      float SHARE  share of the images of each identity to hold out
+  --seed           int=0        random seed of the choice
+  --pairs          int=6000     largest number of pairs in train/holdout.bin
+  --threads        cores="one per core" N    number of threads that read
+  @json
+
+glyphs: draw about 105,000 Chinese characters and Korean syllables from free fonts
+  --out        path          folder to write; without it, list the fonts and the missing ones
+  --fonts      path+ FOLDER  folders with fonts or with unpacked packages (default: the installed fonts)
+  --classes    int N         draw only the N characters that most designs have (default: all)
+  --processes  cores="one per core" N    number of processes that draw
+  @json
+
+unpack: write any data as a folder of images, one subfolder per identity
+  @path
+  --out  path!  folder to write
+  @json
+
+pairs: write a .bin file of verification pairs, half of them of the same class
+  @path
+  --out      path! FILE.bin  file to write
+  --pairs    int=6000        number of pairs
+  --seed     int=0           random seed of the choice of pairs
+  --holdout  float SHARE     use only the identities that `data split --identities SHARE` with the same seed holds out
+  @json
+
+stage: copy data into memory before a run, or remove such a copy
+  path      text?         the data, in any form that data.path accepts
+  --to      path! FOLDER  folder in memory, for example /dev/shm
+  --remove  flag          remove all of your copies in this folder
+  @json
+
+bench: measure images per second by stage: read, decode, collate, loader, augment
+  @path
+  --threads  cores="one per core" N    number of threads that read
+  --batch    int=256     images per batch
+  --seconds  float=2.0   seconds per stage
+  --device   text=cpu    device of the augmentations: cpu or cuda
+  @json
+"""
 
 
 def add_data_commands(commands: "Commands") -> None:
     """Adds `data` and its subcommands to the parser's commands."""
     data = commands.add_parser("data", help="create, pack, inspect, verify and benchmark data sets")
-    below = data.add_subparsers(required=True, metavar="COMMAND")
-    _add_synth(below)
-    _add_pack(below)
-
-    look = _command(below, "inspect", _inspect, "print counts, sizes, the range of labels and images per class")
-    look.add_argument("path", help=_DATA)
-    look.add_argument("--png", type=Path, metavar="FOLDER", help="write first-images.png there")
-
-    check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
-    check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
-    check.add_argument("--repair", type=Path, metavar="OUT", help="write a copy of the readable images to this folder")
-    _add_threads(check, "decode")
-    check.add_argument(
-        "--show", type=int, default=20, help="number of bad images to print (default: 20); --json prints all"
-    )
-
-    shuffle = _command(below, "shuffle", _shuffle, "write a .rec file with the records in random order")
-    shuffle.add_argument("path", help=_DATA)
-    shuffle.add_argument("--out", type=Path, required=True, help="folder to write")
-    shuffle.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
-
-    _add_split(below)
-    _add_glyphs(below)
-
-    unpack = _command(below, "unpack", _unpack, "write any data as a folder of images, one subfolder per identity")
-    unpack.add_argument("path", help=_DATA)
-    unpack.add_argument("--out", type=Path, required=True, help="folder to write")
-
-    pairs = _command(below, "pairs", _pairs, "write a .bin file of verification pairs, half of them of the same class")
-    pairs.add_argument("path", help=_DATA)
-    pairs.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="file to write")
-    pairs.add_argument("--pairs", type=int, default=6000, help="number of pairs (default: 6000)")
-    pairs.add_argument("--seed", type=int, default=0, help="random seed of the choice of pairs (default: 0)")
-    pairs.add_argument(
-        "--holdout",
-        type=float,
-        metavar="SHARE",
-        help="use only the identities that `data split --identities SHARE` with the same seed holds out",
-    )
-
-    stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
-    stage.add_argument("path", nargs="?", help=_DATA)
-    stage.add_argument(
-        "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm"
-    )
-    stage.add_argument("--remove", action="store_true", help="remove all of your copies in this folder")
-
-    bench = _command(
-        below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
-    )
-    bench.add_argument("path", help=_DATA)
-    _add_threads(bench, "read")
-    bench.add_argument("--batch", type=int, default=256, help="images per batch (default: 256)")
-    bench.add_argument("--seconds", type=float, default=2.0, help="seconds per stage (default: 2)")
-    bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (default: cpu)")
-
-
-def _add_split(below: "Commands") -> None:
-    meaning = "hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs"
-    split = _command(below, "split", _split, meaning)
-    split.add_argument("path", help=_DATA)
-    split.add_argument("--out", type=Path, required=True, help="folder to write")
-    share = split.add_mutually_exclusive_group(required=True)
-    share.add_argument(
-        "--identities", type=float, metavar="SHARE", help="share of the identities to hold out, such as 0.1"
-    )
-    share.add_argument("--images", type=float, metavar="SHARE", help="share of the images of each identity to hold out")
-    split.add_argument("--seed", type=int, default=0, help="random seed of the choice (default: 0)")
-    split.add_argument(
-        "--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (default: 6000)"
-    )
-    _add_threads(split, "read")
-
-
-def _add_glyphs(below: "Commands") -> None:
-    glyphs = _command(
-        below, "glyphs", _glyphs, "draw about 105,000 Chinese characters and Korean syllables from free fonts"
-    )
-    glyphs.add_argument("--out", type=Path, help="folder to write; without it, list the fonts and the missing ones")
-    glyphs.add_argument(
-        "--fonts",
-        type=Path,
-        action="append",
-        metavar="FOLDER",
-        help="folder with fonts or with unpacked packages, may be repeated (default: the installed fonts)",
-    )
-    glyphs.add_argument(
-        "--classes", type=int, metavar="N", help="draw only the N characters that most designs have (default: all)"
-    )
-    glyphs.add_argument(
-        "--processes", type=int, default=num_cores(), help="number of processes that draw (default: one per core)"
+    functions = (_synth, _pack, _inspect, _verify, _shuffle, _split, _glyphs, _unpack, _pairs, _stage, _bench)
+    add_commands(
+        data.add_subparsers(required=True, metavar="COMMAND"),
+        _COMMANDS,
+        {one.__name__.removeprefix("_"): partial(_run_and_print, one) for one in functions},
     )
 
 
-def _add_synth(below: "Commands") -> None:
-    synth = _command(
-        below, "synth", _synth, "draw synthetic identities: train.rec, train.idx, property and verification.bin"
-    )
-    synth.add_argument("--identities", type=int, required=True, help="number of identities")
-    synth.add_argument("--images-per-identity", type=int, required=True, help="number of images per identity")
-    synth.add_argument("--size", type=int, default=112, help="side length of the images in pixels (default: 112)")
-    synth.add_argument(
-        "--pairs", type=int, default=1000, help="number of verification pairs, of other identities (default: 1000)"
-    )
-    synth.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-    synth.add_argument("--out", type=Path, required=True, help="folder to write")
-
-
-def _add_pack(below: "Commands") -> None:
-    pack = _command(
-        below, "pack", _pack, "convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards"
-    )
-    pack.add_argument("path", help=_DATA)
-    pack.add_argument("--out", type=Path, required=True, help="folder to write")
-    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="output format (default: rec)")
-    pack.add_argument(
-        "--labels",
-        choices=["auto", "float", "id2"],
-        default="auto",
-        help="store labels as float32 (exact up to 2^24) or as 64 bits in id2; auto uses id2 beyond 2^24 classes",
-    )
-    pack.add_argument("--no-shuffle", action="store_true", help="keep the images of each class together")
-    pack.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
-    pack.add_argument(
-        "--size",
-        type=_size,
-        metavar="SIDE|HEIGHTxWIDTH",
-        help="fit images to this size, such as 112 or 112x96, and encode them again; otherwise bytes are copied",
-    )
-    pack.add_argument(
-        "--fit",
-        choices=("pad", "crop", "squash"),
-        default="squash",
-        help="with --size: add black borders, cut off edges, or stretch (default: squash)",
-    )
-    pack.add_argument("--shard-images", type=int, default=10_000, help="images per tar shard (default: 10000)")
-    _add_threads(pack, "read and encode")
-
-
-def _add_threads(parser: argparse.ArgumentParser, do: str) -> None:
-    meaning = f"number of threads that {do} (default: one per core)"
-    parser.add_argument("--threads", type=int, default=num_cores(), help=meaning)
-
-
-def _command(
-    below: "Commands", name: str, run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], meaning: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = below.add_parser(
-        name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-    def run_and_print(options: argparse.Namespace, given: list[str]) -> int:
-        code, result, text = run(options)
-        # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
-        print(json.dumps(result, indent=1) if options.json else plain_lines(text))
-        return code
-
-    parser.set_defaults(run=run_and_print)
-    return parser
+def _run_and_print(
+    run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], options: argparse.Namespace, given: list[str]
+) -> int:
+    code, result, text = run(options)
+    # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
+    print(json.dumps(result, indent=1) if options.json else plain_lines(text))
+    return code
 
 
 def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -429,14 +370,3 @@ def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
     from megaclass.progress import bar_on_demand
 
     return bar_on_demand(title)
-
-
-def _size(text: str) -> "ImageSize":
-    from megaclass.image_size import size_from_text
-
-    try:
-        return size_from_text(text.replace("x", ","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; expected 112, or height and width as 112x96"
-        ) from None

@@ -2,12 +2,11 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaclass.cli.arguments import add_commands
 from megaclass.errors import DataError
 from megaclass_launch.errors import UserError
-from megaclass_launch.options import at_least
 
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands
@@ -15,43 +14,25 @@ if TYPE_CHECKING:
     from megaclass.data.sources.source import ImageSource
 
 _DECODE_S = 1.0
-_MOST = 10**12
+_COMMANDS = """
+plan: say before the start whether a job fits, how fast it is, and on how few GPUs it would fit
+    Estimates memory, exchanges and time of a job without running it: megaclass plan demo -np 64 --gpu h200. Exits with 0 if
+        the job fits and with 1 if it does not.
+  recipe            path            TOML file with the settings, or the name of a recipe of the package
+  @settings
+  -np --num-proc    positive N      ranks in all (default: train.nproc)
+  --ranks-per-host  positive=8 N    GPUs of each host
+  --gpu             text NAME       h200, h100, a100-80, 4090, … (default: that of this machine, or h200)
+  --network-gbit    positive=100 N  network of each host
+  --classes         count N         number of classes, if the data is not here
+  --images          count N         number of images, if the data is not here
+  @json
+"""
 
 
 def add_plan_command(commands: "Commands") -> None:
     """Adds `plan`."""
-    plan = commands.add_parser(
-        "plan",
-        help="say before the start whether a job fits, how fast it is, and on how few GPUs it would fit",
-        description="Estimates memory, exchanges and time of a job without running it: megaclass plan demo -np 64 --gpu h200",
-        epilog="Exits with 0 if the job fits and with 1 if it does not.",
-    )
-    plan.add_argument("recipe", type=Path, help="TOML file with the settings, or the name of a recipe of the package")
-    plan.add_argument(
-        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"
-    )
-    plan.add_argument("-np", "--num-proc", type=at_least(1), metavar="N", help="ranks in all (default: train.nproc)")
-    plan.add_argument(
-        "--ranks-per-host", type=at_least(1), default=8, metavar="N", help="GPUs of each host (default: 8)"
-    )
-    plan.add_argument(
-        "--gpu", metavar="NAME", help="h200, h100, a100-80, 4090, … (default: that of this machine, or h200)"
-    )
-    plan.add_argument(
-        "--network-gbit", type=at_least(1), default=100, metavar="N", help="network of each host (default: 100)"
-    )
-    plan.add_argument("--classes", type=_count, metavar="N", help="number of classes, if the data is not here")
-    plan.add_argument("--images", type=_count, metavar="N", help="number of images, if the data is not here")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.set_defaults(run=_plan)
-
-
-def _count(text: str) -> int:
-    """Parses a number of classes or images, also with commas or underscores between the digits."""
-    digits = text.replace(",", "").replace("_", "")
-    if not (digits.isascii() and digits.isdigit()) or not 1 <= int(digits) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {_MOST:,}")
-    return int(digits)
+    add_commands(commands, _COMMANDS, {"plan": _plan})
 
 
 def _plan(options: argparse.Namespace, given: list[str]) -> int:
