@@ -12,7 +12,7 @@ that is indented further continues the meaning.
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ _KIND = re.compile(
 )
 
 
-def add_commands(commands: Commands, text: str, functions: dict[str, Run]) -> None:
+def add_commands(commands: Commands, text: str, functions: Mapping[str, Run]) -> None:
     """Adds the commands of a text to the parser's commands. functions: by name of the command."""
     text = text.replace("{formats}", "|".join(EXPORTERS))
     shared = {line.split()[0].lstrip("-"): line for line in _whole_lines(SHARED)}
