@@ -11,9 +11,8 @@ from torch import nn
 
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import centres_in_memory
-from megaclass.evaluation.protocols.centre_health import CentreHealth
-from megaclass.evaluation.protocols.curves import curves_of
+from megaclass.evaluation.centres import CentreHealth, centres_in_memory
+from megaclass.evaluation.protocols.pairs import curves_of
 from megaclass.evaluation.protocols.verification import FAR_TARGETS, far_name, threshold_at_far
 from megaclass.evaluation.report.from_runs import ModelReport, ReportData, report_of_runs
 from megaclass.evaluation.report.page import render_report

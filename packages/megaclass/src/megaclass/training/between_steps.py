@@ -125,7 +125,7 @@ def work_between_steps(
     return [
         PlaceCentres(**shared, is_due=lambda: at.is_last),
         Evaluate(**shared),
-        Report(**shared, signals=signals, commits=commits, send_row=send_row),
+        ReportMetrics(**shared, signals=signals, commits=commits, send_row=send_row),
         ShowProgress(**shared, bar=bar),
         *([Commit(**shared, commits=commits)] if commits is not None else []),
         PlaceCentres(**shared, is_due=lambda: at.stop is Stop.EARLY),
@@ -160,7 +160,7 @@ class Evaluate(Work):
 
 
 @dataclass(kw_only=True)
-class Report(Work):
+class ReportMetrics(Work):
     """Sends a row of metrics, and exchanges errors and signals of all ranks.
 
     Ends the run on all ranks after an error of any rank: bad data, gradients that are not finite, a full disk.

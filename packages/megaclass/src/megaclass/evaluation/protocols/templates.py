@@ -29,8 +29,8 @@ from megaclass.evaluation.protocol import (
     rate_rows,
     share_text,
 )
-from megaclass.evaluation.protocols.curves import curves_of
 from megaclass.evaluation.protocols.identification import numbers_of_scores, published_ijb_tpir
+from megaclass.evaluation.protocols.pairs import curves_of
 from megaclass.evaluation.protocols.verification import PairRates, pair_rates
 from megaclass.evaluation.search import search, shard_of_rank
 

@@ -16,11 +16,10 @@ import megaclass
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import read_run_centres
+from megaclass.evaluation.centres import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluation.embed import OnProgress
 from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health
 from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range, passed_s
 from megaclass.evaluation.report.ranks import RankRow, rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from megaclass.evaluation.centres import CentreHealth
 from megaclass.evaluation.protocols import PROTOCOLS
-from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.report.charts import Figure, bars, colour, histogram, linear_axis
 from megaclass.evaluation.report.curves import passed_s, time_parts, training_figures
 from megaclass.evaluation.report.from_runs import ModelReport, ReportData
