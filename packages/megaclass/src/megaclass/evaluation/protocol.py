@@ -187,6 +187,14 @@ class EvaluationProtocol(ABC):
     """Name in the table of a model card."""
     found_at: ClassVar[str] = ""
     """Paths that `find` recognises, for error messages."""
+    quoted_at: ClassVar[tuple[str, ...]] = ()
+    """Keys that lead to the quoted number."""
+    headline_form: ClassVar[str] = ""
+    """The texts, as format strings of the numbers, and of `quoted` (text) and `share` (number) for the quoted one."""
+    lead_form: ClassVar[str] = ""
+    meaning_form: ClassVar[str] = ""
+    shares: ClassVar[Mapping[str, str]] = {}
+    """The table of the report: the title of each share, with {} for the keys of a table of shares."""
 
     def find(self, path: Path) -> list[EvaluationSet]:
         """Returns the sets of this protocol at a path given with `--on`; none if it does not recognise the path."""
@@ -196,25 +204,35 @@ class EvaluationProtocol(ABC):
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         """Collective. Evaluates the set; the result is the same on every rank."""
 
-    @abstractmethod
+    def result(self, one: EvaluationSet, numbers: Numbers, **others: Any) -> SetResult:
+        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers, **others)
+
     def quoted(self, numbers: Numbers) -> float | None:
         """Returns the one number that people quote for such a set; higher is better."""
+        found: Any = numbers
+        for key in self.quoted_at:
+            found = found.get(key)
+        return None if found is None else float(found)
 
-    @abstractmethod
     def headline(self, numbers: Numbers) -> str:
         """Returns the quoted number as text."""
+        return self._said(self.headline_form, numbers)
 
-    @abstractmethod
     def lead(self, numbers: Numbers) -> str:
         """Returns the sentences above the table of the set in the report."""
-
-    @abstractmethod
-    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        """Returns the table rows of a set in the report, one cell for the numbers of each model."""
+        return self._said(self.lead_form, numbers)
 
     def meaning(self, numbers: Numbers) -> str:
         """Returns what the quoted number means, for readers who do not know the protocol; may be empty."""
-        return ""
+        return "" if self.quoted(numbers) is None else self._said(self.meaning_form, numbers)
+
+    def _said(self, form: str, numbers: Numbers) -> str:
+        share = self.quoted(numbers)
+        return form.format_map({**numbers, "share": share, "quoted": share_text(share)})
+
+    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
+        """Returns the table rows of a set in the report, one cell for the numbers of each model."""
+        return [row for key, title in self.shares.items() for row in share_rows(columns, key, title)]
 
     def remark(self, numbers: Numbers) -> str:
         """Returns a sentence that belongs next to the numbers wherever they are shown; may be empty."""
@@ -272,16 +290,21 @@ def rate_rows(columns: Sequence[Numbers]) -> list[Row]:
     return [
         ("Area under the ROC", best_cells([f"{auc:.4f}" for auc in aucs], aucs)),
         ("Equal error rate", best_cells([percent(eer) for eer in eers], eers, is_lower_better=True)),
-        *keyed_rows(columns, "tar_at_far", "TAR at FAR {}", "tar_at_far_95"),
+        *share_rows(columns, "tar_at_far", "TAR at FAR {}"),
     ]
 
 
-def keyed_rows(columns: Sequence[Numbers], key: str, title: str, intervals: str = "") -> list[Row]:
-    """Returns a row per entry of a table of shares, such as one per FAR. intervals: key of the 95 % intervals."""
-    shares, ends = [n.get(key, {}) for n in columns], [n.get(intervals, {}) for n in columns]
+def share_rows(columns: Sequence[Numbers], key: str, title: str) -> list[Row]:
+    """Returns the row of a share, or a row per entry of a table of shares, such as one per FAR.
+
+    95 % confidence intervals are shown if they are there, under the same key with `_95`.
+    """
+    shares, ends = [n.get(key, {}) for n in columns], [n.get(f"{key}_95", {}) for n in columns]
+    if not isinstance(shares[0], dict):
+        return [(title, share_cells(shares))]
     return [
         (title.format(at), share_cells([one.get(at) for one in shares], [one.get(at) for one in ends]))
-        for at, _ in shares[0].items()
+        for at in shares[0]
     ]
 
 

@@ -24,8 +24,8 @@ from megaclass.errors import DataError
 from megaclass.evaluation.embed import evaluating
 from megaclass.head.gather_batch import gather_batch
 from megaclass.progress import progress_bar
-from megaclass.training.data_errors import DataErrors
 from megaclass.training.model.build import Model
+from megaclass.training.observer import DataErrors
 from megaclass.training.run.run import Run
 from megaclass_launch.errors import UserError
 from megaclass_launch.rank_status import own_status

@@ -11,21 +11,26 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from megaclass.config.schema import TrainConfig
 from megaclass.data.loader import Batch
+from megaclass.distributed.agreement import on_every_rank
+from megaclass.errors import HeadError
+from megaclass.head.faults import NO_CLASS
 from megaclass.phases import SlowRank, find_slow_rank
-from megaclass.training.data_errors import DataErrors, batch_of_no_class
 from megaclass.training.metrics import Meter, StepClock, gather_phases, phase_row
 from megaclass.training.run.run import Run
+from megaclass_launch.errors import UserError
 from megaclass_launch.files import make_private_folder, published_file
 from megaclass_launch.rank_status import OwnStatus, own_status
 
+T = TypeVar("T")
 PROFILE_FOLDER = "profile"
 _logger = logging.getLogger("megaclass.training")
 _MAX_ALLOCATIONS = 200_000
@@ -146,6 +151,61 @@ class HangLimit:
         self._read_at, self._num_unread = now, 0
 
 
+# ---- errors in the data of one rank, which must end the run on all ranks, without a collective of their own
+#
+# A rank whose data fails cannot raise at once: the other ranks would wait for it in the next all-gather. It keeps the error
+# and sends batches whose labels are all NO_CLASS. Every rank finds such a label in the head's all-gather and refuses the
+# step (head/faults.py); then the ranks exchange the reason, and all of them raise.
+
+
+class DataErrors:
+    """Keeps an error of this rank's data until all ranks are at a point where they can exchange it."""
+
+    def __init__(self) -> None:
+        self._error: UserError | OSError | None = None
+
+    @property
+    def is_any(self) -> bool:
+        return self._error is not None
+
+    def keep_error(self, batches: Iterable[T], instead: T) -> Iterator[T]:
+        """Yields the batches; after an error, which is kept, yields `instead` without end."""
+        try:
+            yield from batches
+        except (UserError, OSError) as error:
+            self._error = error
+            while True:
+                yield instead
+
+    @contextmanager
+    def raised_on_all_ranks(self, device: torch.device) -> Iterator[None]:
+        """Wraps a step: if the head refuses `batch_of_no_class`, raises the kept error on every rank instead."""
+        try:
+            yield
+        except HeadError:
+            on_every_rank(self.check, device)
+            raise
+
+    def check(self) -> None:
+        """Raises the kept error, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+
+def batch_of_no_class(num_images: int, image_size: tuple[int, int]) -> Batch:
+    """Returns the batch that stands for data that cannot be read.
+
+    Every rank refuses it: on a CPU in the same forward, on a GPU some steps later, and nothing is updated until then.
+    """
+    return Batch(
+        images=torch.zeros((num_images, 3, *image_size), dtype=torch.uint8),
+        labels=torch.full((num_images,), NO_CLASS),
+        indices=np.zeros(num_images, dtype=np.int64),
+        epoch=0,
+        step=0,
+    )
+
+
 _SLOW_REPORTS = 3
 
 
@@ -195,7 +255,7 @@ class Observer:
         self._profile, self._run = StepProfile(run), run
 
     def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the batches; after an error in its data a rank keeps sending one that all ranks refuse (data_errors.py)."""
+        """Yields the batches; after an error in its data a rank keeps sending one that all ranks refuse (DataErrors)."""
         most = -(-self._run.config.train.global_batch // self._run.world.size)
         return self.meter.batches(self.data_errors.keep_error(source, batch_of_no_class(most, self._run.image_size)))
 

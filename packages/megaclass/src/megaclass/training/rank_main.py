@@ -35,9 +35,8 @@ from megaclass.training.run.run import (
     open_run,
 )
 from megaclass.training.run.signals import Stop, StopSignals
-from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
-from megaclass.training.start.resume import resume_run
+from megaclass.training.start.resume import load_initial_weights, resume_run
 from megaclass_launch.elastic.worker import Assignment, elastic_worker
 from megaclass_launch.errors import StateLostError
 from megaclass_launch.exit_codes import EXIT_RESUME_ME

@@ -36,9 +36,9 @@ from megaclass.evaluation.protocol import (
     Row,
     SetResult,
     best_cells,
-    keyed_rows,
     percent,
     share_cells,
+    share_rows,
     share_text,
 )
 from megaclass.evaluation.protocols.intervals import wilson_interval
@@ -62,6 +62,15 @@ class ClassificationProtocol(EvaluationProtocol):
 
     kind = "classification"
     card_name = "classification, both flips"
+    quoted_at = ("top_k", "1")
+    headline_form = "top-1 {quoted} of {num_model_classes:,} classes"
+    lead_form = (
+        "{num_images:,} images of {num_classes:,} classes, each compared with the centres of all {num_model_classes:,} classes "
+        "of the model. In brackets: 95 % confidence."
+    )
+    meaning_form = (
+        "Shown an image, the model names the right one of its {num_model_classes:,} classes in {share:.1%} of cases."
+    )
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         if evaluator.centres is None:
@@ -93,25 +102,7 @@ class ClassificationProtocol(EvaluationProtocol):
             "num_unknown_classes": len(np.unique(unknown)),
             "matched_by": matched,
         }
-        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers, examples=examples)
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        return float(numbers["top_k"]["1"])
-
-    def headline(self, numbers: Numbers) -> str:
-        return f"top-1 {percent(numbers['top_k']['1'])} of {numbers['num_model_classes']:,} classes"
-
-    def lead(self, numbers: Numbers) -> str:
-        return (
-            f"{numbers['num_images']:,} images of {numbers['num_classes']:,} classes, each compared with the centres of all "
-            f"{numbers['num_model_classes']:,} classes of the model. In brackets: 95 % confidence."
-        )
-
-    def meaning(self, numbers: Numbers) -> str:
-        return (
-            f"Shown an image, the model names the right one of its {numbers['num_model_classes']:,} classes in "
-            f"{numbers['top_k']['1']:.1%} of cases."
-        )
+        return self.result(one, numbers, examples=examples)
 
     def remark(self, numbers: Numbers) -> str:
         told = f"Classes are matched by {numbers['matched_by']}."
@@ -127,8 +118,8 @@ class ClassificationProtocol(EvaluationProtocol):
         yield from (one["threshold"] for one in numbers["reject"].values())
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        rows = keyed_rows(columns, "top_k", "Top-{}", "top_k_95")
-        rows.append(("Top-1, mean over classes", share_cells([n["mean_per_class"] for n in columns])))
+        rows = share_rows(columns, "top_k", "Top-{}")
+        rows += share_rows(columns, "mean_per_class", "Top-1, mean over classes")
         for group in columns[0]["by_training_images"]:
             found = [n["by_training_images"].get(group, {}) for n in columns]
             rows.append((f"Top-1, classes with {group} training images", share_cells([n.get("top_1") for n in found])))

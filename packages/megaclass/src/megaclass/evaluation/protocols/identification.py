@@ -5,7 +5,7 @@ identifies no probe.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from megaclass.evaluation.protocol import (
     Numbers,
     Row,
     SetResult,
-    keyed_rows,
+    share_rows,
     share_text,
 )
 from megaclass.evaluation.protocols.intervals import wilson_interval
@@ -38,6 +38,11 @@ class IdentificationProtocol(EvaluationProtocol):
 
     kind = "identification"
     card_name = "1:N"
+    quoted_at = ("rank_k", "1")
+    headline_form = "rank-1 {quoted}"
+    lead_form = "{num_gallery:,} in the gallery; {num_mated:,} probes have a mate there, {num_unmated:,} have none."
+    meaning_form = "Searched for among {num_gallery:,} others, the right identity comes first in {share:.1%} of cases."
+    shares: ClassVar = {"rank_k": "Rank-{}", "tpir_at_fpir": "TPIR at FPIR {}"}
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         given = open_searched(evaluator, one)
@@ -55,26 +60,7 @@ class IdentificationProtocol(EvaluationProtocol):
             is_inside_P = torch.from_numpy(np.isin(given.probe_keys_P, given.shard.keys_N)).to(evaluator.device)
             inside_WP = gather_blocks(is_inside_P.to(torch.int64), evaluator.group)
             numbers["num_probes_in_gallery"] = int(inside_WP.amax(dim=0).sum())
-        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers)
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        share: float | None = numbers["rank_k"]["1"]
-        return share
-
-    def headline(self, numbers: Numbers) -> str:
-        return f"rank-1 {share_text(self.quoted(numbers))}"
-
-    def lead(self, numbers: Numbers) -> str:
-        return (
-            f"{numbers['num_gallery']:,} in the gallery; {numbers['num_mated']:,} probes have a mate there, "
-            f"{numbers['num_unmated']:,} have none."
-        )
-
-    def meaning(self, numbers: Numbers) -> str:
-        share = self.quoted(numbers)
-        if share is None:
-            return ""
-        return f"Searched for among {numbers['num_gallery']:,} others, the right identity comes first in {share:.1%} of cases."
+        return self.result(one, numbers)
 
     def remark(self, numbers: Numbers) -> str:
         num_inside = numbers.get("num_probes_in_gallery", 0)
@@ -86,10 +72,6 @@ class IdentificationProtocol(EvaluationProtocol):
         if not num_inside:
             return ""
         return f"{num_inside:,} probes are in the gallery themselves: each was compared with the others."
-
-    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        ranks = keyed_rows(columns, "rank_k", "Rank-{}", "rank_k_95")
-        return ranks + keyed_rows(columns, "tpir_at_fpir", "TPIR at FPIR {}")
 
 
 def identify(
@@ -182,6 +164,7 @@ class DistractorProtocol(EvaluationProtocol):
 
     kind = "distractors"
     card_name = "MegaFace"
+    lead_form = "{num_pairs:,} pairs of {num_probes:,} probe images among distractors."
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         assert one.probes is not None
@@ -196,7 +179,7 @@ class DistractorProtocol(EvaluationProtocol):
             device=evaluator.device,
             group=evaluator.group,
         )
-        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers)
+        return self.result(one, numbers)
 
     def quoted(self, numbers: Numbers) -> float | None:
         share: float | None = numbers["rank_k"][_most(numbers)]["1"]
@@ -205,14 +188,11 @@ class DistractorProtocol(EvaluationProtocol):
     def headline(self, numbers: Numbers) -> str:
         return f"rank-1 {share_text(self.quoted(numbers))} of {int(_most(numbers)):,}"
 
-    def lead(self, numbers: Numbers) -> str:
-        return f"{numbers['num_pairs']:,} pairs of {numbers['num_probes']:,} probe images among distractors."
-
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         return [
             row
             for size in columns[0]["rank_k"]
-            for row in keyed_rows([n["rank_k"] for n in columns], size, f"Rank-{{}}, {int(size):,} distractors")
+            for row in share_rows([n["rank_k"] for n in columns], size, f"Rank-{{}}, {int(size):,} distractors")
         ]
 
 

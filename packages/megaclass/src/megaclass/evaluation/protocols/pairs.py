@@ -121,6 +121,7 @@ class PairProtocol(EvaluationProtocol):
 
     kind = "pairs"
     card_name = "10 folds, both flips"
+    quoted_at = ("accuracy",)
     found_at = "a .bin file, a pairs list (.txt), or a folder with *.bin or pairs.txt"
 
     def find(self, path: Path) -> list[EvaluationSet]:
@@ -135,9 +136,6 @@ class PairProtocol(EvaluationProtocol):
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         return _evaluate_list(evaluator, one) if one.path.suffix == ".txt" else _evaluate_bin(evaluator, one)
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        return float(numbers["accuracy"])
 
     def headline(self, numbers: Numbers) -> str:
         return f"{percent(numbers['accuracy'])} ± {100 * numbers['accuracy_std']:.2f}"

@@ -7,9 +7,8 @@ entries lie at or above each. A tie between a mate and another entry counts agai
 Letters: P queries, R mates of the query that has most, B entries of a block.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,11 +23,8 @@ from megaclass.evaluation.protocol import (
     EvaluationSet,
     Evaluator,
     Numbers,
-    Row,
     SetResult,
-    keyed_rows,
     percent,
-    share_cells,
 )
 from megaclass.evaluation.protocols.identification import RANKS, numbers_of_scores
 from megaclass.evaluation.search import GalleryShard, score_blocks
@@ -46,6 +42,20 @@ class RetrievalProtocol(EvaluationProtocol):
 
     kind = "retrieval"
     card_name = "retrieval"
+    quoted_at = ("map",)
+    lead_form = (
+        "{num_queries:,} queries with mates among {num_gallery:,} gallery entries, {num_unmated:,} queries without. A query "
+        "that is in the gallery itself is compared with the others."
+    )
+    shares: ClassVar = {
+        "map": "mAP",
+        "map_at_r": "MAP@R",
+        "minp": "mINP",
+        "cmc": "CMC@{}",
+        "recall_at_k": "Recall@{}",
+        "precision_at_k": "P@{}",
+        "tpir_at_fpir": "TPIR at FPIR {}",
+    }
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         given = open_searched(evaluator, one)
@@ -58,28 +68,10 @@ class RetrievalProtocol(EvaluationProtocol):
             device=evaluator.device,
             group=evaluator.group,
         )
-        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers)
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        return float(numbers["map"])
+        return self.result(one, numbers)
 
     def headline(self, numbers: Numbers) -> str:
         return f"mAP {percent(numbers['map'])}, CMC@1 {percent(numbers['cmc']['1'])}"
-
-    def lead(self, numbers: Numbers) -> str:
-        return (
-            f"{numbers['num_queries']:,} queries with mates among {numbers['num_gallery']:,} gallery entries, "
-            f"{numbers['num_unmated']:,} queries without. A query that is in the gallery itself is compared with the others."
-        )
-
-    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        rows: list[Row] = [
-            (title, share_cells([n[key] for n in columns]))
-            for key, title in (("map", "mAP"), ("map_at_r", "MAP@R"), ("minp", "mINP"))
-        ]
-        for key, title in (("cmc", "CMC@{}"), ("recall_at_k", "Recall@{}"), ("precision_at_k", "P@{}")):
-            rows += keyed_rows(columns, key, title)
-        return rows + keyed_rows(columns, "tpir_at_fpir", "TPIR at FPIR {}")
 
 
 @torch.no_grad()

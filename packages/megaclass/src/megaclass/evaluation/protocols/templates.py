@@ -25,9 +25,8 @@ from megaclass.evaluation.protocol import (
     Numbers,
     Row,
     SetResult,
-    keyed_rows,
     rate_rows,
-    share_text,
+    share_rows,
 )
 from megaclass.evaluation.protocols.identification import numbers_of_scores, published_ijb_tpir
 from megaclass.evaluation.protocols.pairs import curves_of
@@ -91,6 +90,9 @@ class TemplateProtocol(EvaluationProtocol):
 
     kind = "templates"
     card_name = "1:1"
+    quoted_at = ("tar_at_far", "1e-4")
+    headline_form = "TAR {quoted} at FAR 1e-4"
+    lead_form = "{num_pairs:,} pairs of templates, {num_same:,} of the same person."
     found_at = "an IJB folder (with meta/ijb?_face_tid_mid.txt)"
 
     def find(self, path: Path) -> list[EvaluationSet]:
@@ -103,32 +105,17 @@ class TemplateProtocol(EvaluationProtocol):
         # The protocol has no threshold: the point where both kinds of error are closest stands in for one.
         different = result.distances_M[~result.is_same_M]
         threshold = float(np.quantile(different, result.verification.eer))
-        return SetResult(
-            name=one.name,
-            kind=self.kind,
-            path=str(one.path),
-            numbers=result.to_json(),
-            curves=curves_of(result.distances_M, result.is_same_M, threshold=threshold),
-        )
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        share: float | None = numbers["tar_at_far"].get("1e-4")
-        return share
-
-    def headline(self, numbers: Numbers) -> str:
-        return f"TAR {share_text(self.quoted(numbers))} at FAR 1e-4"
-
-    def lead(self, numbers: Numbers) -> str:
-        return f"{numbers['num_pairs']:,} pairs of templates, {numbers['num_same']:,} of the same person."
+        curves = curves_of(result.distances_M, result.is_same_M, threshold=threshold)
+        return self.result(one, result.to_json(), curves=curves)
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = rate_rows(columns)
         for gallery in columns[0].get("identification", {}):
             found = [n.get("identification", {}).get(gallery, {}) for n in columns]
-            rows += keyed_rows(found, "rank_k", f"1:N {gallery}, rank-{{}}")
-            rows += keyed_rows(found, "tpir_at_fpir", f"1:N {gallery}, TPIR at FPIR {{}}")
+            rows += share_rows(found, "rank_k", f"1:N {gallery}, rank-{{}}")
+            rows += share_rows(found, "tpir_at_fpir", f"1:N {gallery}, TPIR at FPIR {{}}")
         published = "1:N joined, TPIR at FPIR {}, published threshold"
-        return rows + keyed_rows(columns, "published_tpir_at_fpir", published)
+        return rows + share_rows(columns, "published_tpir_at_fpir", published)
 
 
 def read_ijb(path: Path) -> IjbSet:
