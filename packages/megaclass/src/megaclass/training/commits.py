@@ -42,6 +42,11 @@ class HeldCommit:
     def numbers(self) -> list[int]:
         return list(astuple(self))
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Of all parts of a commit; larger for a newer one, also if a later generation has gone back to an earlier step."""
+        return self.generation, self.step, self.num_classes
+
 
 NO_COMMIT = HeldCommit(0, 0, 0, 0, 0, 0, 0)
 NUM_NUMBERS = len(NO_COMMIT.numbers())
@@ -77,19 +82,13 @@ def newest_whole_commit(held_W: Sequence[Sequence[HeldCommit]]) -> Restoration |
     The rank to which the classes belonged provides them if it is there, otherwise the one with the copy.
     """
     found = [(rank, commit) for rank, commits in enumerate(held_W) for commit in commits if commit.generation]
-    # A later generation may have gone back to an earlier step: its commits are newer.
-    keys = {(commit.generation, commit.step, commit.num_classes) for _, commit in found}
-    for generation, step, num_classes in sorted(keys, reverse=True):
-        these = [
-            (rank, commit)
-            for rank, commit in found
-            if (commit.generation, commit.step, commit.num_classes) == (generation, step, num_classes)
-        ]
+    for key in sorted({commit.key for _, commit in found}, reverse=True):
+        these = [(rank, commit) for rank, commit in found if commit.key == key]
         copies = {(commit.kept_start, commit.kept_stop): rank for rank, commit in these}
         owners = {(commit.own_start, commit.own_stop): rank for rank, commit in these}
         holders = {classes: rank for classes, rank in (copies | owners).items() if classes[0] < classes[1]}
-        if whole_up_to(holders) == num_classes:
-            return Restoration(generation, step, num_classes, holders, tuple(rank for rank, _ in these))
+        if whole_up_to(holders) == key[2]:
+            return Restoration(*key, holders, tuple(rank for rank, _ in these))
     return None
 
 
@@ -397,7 +396,8 @@ class Commits:
         """
         assert self._joined is not None
         rank, size = self._joined.world.rank, self._joined.world.size
-        place = next((place for place in self._places if _is_of(place, restoration)), None)
+        key = restoration.generation, restoration.step, restoration.num_classes
+        place = next((place for place in self._places if place.held.key == key), None)
         shared: Mapping[str, Tensor] = place.shared if place is not None else {}
         # All ranks know the restoration, so either all of them broadcast or none does.
         if len(restoration.ranks) < size:
@@ -429,12 +429,3 @@ class Commits:
             self._last = place
             restore_generators(place.generators, device)
         return restoration.step
-
-
-def _is_of(place: _Place, restoration: Restoration) -> bool:
-    held = place.held
-    return (held.generation, held.step, held.num_classes) == (
-        restoration.generation,
-        restoration.step,
-        restoration.num_classes,
-    )

@@ -57,15 +57,6 @@ _STATE_LOST = (
 _LAST_WAIT_S = 2.0
 
 
-@dataclass(frozen=True)
-class RankOutcome:
-    """A run after its last step, ready to be evaluated and exported."""
-
-    run: Run
-    model: Model
-    outcome: TrainingResult
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
     """Everything that one rank is given for its way from the settings to its exit code.
@@ -129,8 +120,7 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
     world = context.world
     with group as device:
         with out_of_memory_explained(context.config, world, device):
-            trained = train_in_group(context, device)
-        run, model, outcome = trained.run, trained.model, trained.outcome
+            run, model, outcome = train_in_group(context, device)
         if outcome.is_regrouping:
             return None
         is_interrupted = outcome.stop.is_interruption
@@ -159,7 +149,7 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
     return 0
 
 
-def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
+def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Model, TrainingResult]:
     """Collective. Runs from the settings to the last step: opens the run, builds the model, loads weights, trains."""
     config, world, commits = context.config, context.world, context.commits
     hosts = check_same_start(config, device)
@@ -209,7 +199,7 @@ def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
         _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
-    return RankOutcome(run, model, outcome)
+    return run, model, outcome
 
 
 def _open(context: RankContext, hosts: tuple[str, ...], device: torch.device) -> tuple[StartMode, Run]:
