@@ -68,7 +68,7 @@ def _train(values):
     """What was said, and the names of the sets whose results the loop handed over."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), ExitStack() as held:
-        run, model, outcome = train_in_group(context_of(load_config_values(values, where="test"), held), CPU)
+        _, _, outcome = train_in_group(context_of(load_config_values(values, where="test"), held), CPU)
     return said.getvalue(), [result.name for result in outcome.results or []]
 
 
