@@ -8,14 +8,19 @@ from tests.megaclass.evaluation.conftest import write_megaface_feature
 from megaclass.errors import DataError
 from megaclass.evaluation.gallery import labels_of, read_megaface_features
 from megaclass.evaluation.protocols.identification import (
-    identify,
+    numbers_of,
     numbers_of_scores,
     published_ijb_tpir,
     rank_among_distractors,
 )
-from megaclass.evaluation.search import GalleryShard, shard_of_rank
+from megaclass.evaluation.search import GalleryShard, search, shard_of_rank
 
 _CPU = torch.device("cpu")
+
+
+def identify(probes, labels, gallery, *, num_gallery, device):
+    found = search(probes, gallery, k=10, device=device, probe_labels_P=labels)
+    return numbers_of(found, num_gallery=num_gallery)
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megaclass.errors import DataError
 from megaclass.evaluation.gallery import labels_of, open_gallery, open_searched
@@ -26,7 +25,7 @@ from megaclass.evaluation.protocol import (
     share_text,
 )
 from megaclass.evaluation.protocols.intervals import wilson_interval
-from megaclass.evaluation.search import GalleryShard, search
+from megaclass.evaluation.search import GalleryShard, Neighbours, search
 from megaclass_launch.ranks.collectives import gather_blocks
 
 RANKS = (1, 5, 10)
@@ -46,15 +45,16 @@ class IdentificationProtocol(EvaluationProtocol):
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         given = open_searched(evaluator, one)
-        numbers = identify(
+        found = search(
             given.probes_PD,
-            given.probe_labels_P,
             given.shard,
-            num_gallery=len(given.gallery),
-            probe_keys_P=given.probe_keys_P,
+            k=max(RANKS),
             device=evaluator.device,
+            probe_labels_P=given.probe_labels_P,
+            probe_keys_P=given.probe_keys_P,
             group=evaluator.group,
         )
+        numbers = numbers_of(found, num_gallery=len(given.gallery))
         numbers["num_probes_in_gallery"] = None
         if given.probe_keys_P is not None and given.shard.keys_N is not None:
             is_inside_P = torch.from_numpy(np.isin(given.probe_keys_P, given.shard.keys_N)).to(evaluator.device)
@@ -74,34 +74,10 @@ class IdentificationProtocol(EvaluationProtocol):
         return f"{num_inside:,} probes are in the gallery themselves: each was compared with the others."
 
 
-def identify(
-    probes_PD: NDArray[np.float32] | Tensor,
-    probe_labels_P: NDArray[np.int64],
-    gallery: GalleryShard,
-    *,
-    num_gallery: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    probe_keys_P: NDArray[np.int64] | None = None,
-    max_block_bytes: int | None = None,
-) -> dict[str, Any]:
-    """Collective. Every rank holds all probes and its shard of the gallery, and gets the same numbers.
-
-    probe_keys_P: content digests of the probes, if they may be in the gallery themselves; see `GalleryShard.keys_N`.
-    """
-    found = search(
-        probes_PD,
-        gallery,
-        k=max(RANKS),
-        device=device,
-        probe_labels_P=probe_labels_P,
-        probe_keys_P=probe_keys_P,
-        group=group,
-        max_block_bytes=max_block_bytes,
-    )
+def numbers_of(found: Neighbours, *, num_gallery: int) -> dict[str, Any]:
     return numbers_of_scores(
         found.mate_scores_P.double().cpu().numpy(),
-        found.other_scores_Pk.double().cpu().numpy(),
+        found.other_scores_Pk.double().cpu().numpy()[:, : max(RANKS)],
         num_gallery=num_gallery,
     )
 

@@ -28,9 +28,9 @@ from megaclass.evaluation.protocol import (
     rate_rows,
     share_rows,
 )
-from megaclass.evaluation.protocols.identification import numbers_of_scores, published_ijb_tpir
+from megaclass.evaluation.protocols.identification import numbers_of, published_ijb_tpir
 from megaclass.evaluation.protocols.pairs import curves_of
-from megaclass.evaluation.protocols.verification import PairRates, pair_rates
+from megaclass.evaluation.protocols.verification import pair_rates
 from megaclass.evaluation.search import search, shard_of_rank
 
 Integers = NDArray[np.int64]
@@ -59,24 +59,6 @@ class IjbSet:
     probes_T2: Integers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TemplateResult:
-    """All numbers of one model on one IJB set."""
-
-    verification: PairRates
-    """The 1:1 numbers."""
-    distances_M: NDArray[np.float64]
-    is_same_M: NDArray[np.bool_]
-    identification: dict[str, dict[str, Any]]
-    """Keyed by gallery: each as an open-set test of its own, and `joined`, all galleries as one as in InsightFace's script."""
-    published_tpir: dict[str, float | None]
-    """TPIR on the joined galleries with the threshold of InsightFace's script, by FPIR."""
-
-    def to_json(self) -> dict[str, Any]:
-        searched = {"identification": self.identification, "published_tpir_at_fpir": self.published_tpir}
-        return {**self.verification.to_json(), **(searched if self.identification else {})}
-
-
 def find_ijb(path: Path) -> str | None:
     """Returns ijbb or ijbc if the folder holds such a set."""
     for name in ("ijbb", "ijbc"):
@@ -101,12 +83,10 @@ class TemplateProtocol(EvaluationProtocol):
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         ijb = on_every_rank(lambda: read_ijb(one.path), evaluator.device, evaluator.group)
-        result = evaluate_ijb(evaluator, ijb)
+        numbers, distances_M, is_same_M = evaluate_ijb(evaluator, ijb)
         # The protocol has no threshold: the point where both kinds of error are closest stands in for one.
-        different = result.distances_M[~result.is_same_M]
-        threshold = float(np.quantile(different, result.verification.eer))
-        curves = curves_of(result.distances_M, result.is_same_M, threshold=threshold)
-        return self.result(one, result.to_json(), curves=curves)
+        threshold = float(np.quantile(distances_M[~is_same_M], numbers["eer"]))
+        return self.result(one, numbers, curves=curves_of(distances_M, is_same_M, threshold=threshold))
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = rate_rows(columns)
@@ -152,8 +132,12 @@ def read_ijb(path: Path) -> IjbSet:
     )
 
 
-def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> TemplateResult:
-    """Collective. All ranks embed photos and search galleries; the numbers are the same on every rank."""
+def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
+    """Collective. Returns the numbers, and the distance and kind of every pair; the same on every rank.
+
+    All ranks embed photos and search galleries. The 1:N numbers are keyed by gallery: each as an open-set test of its own, and
+    `joined`, all galleries as one as in InsightFace's script, whose threshold gives the published TPIR.
+    """
     embedded = evaluator.embed(
         AlignedImages(paths=ijb.photos, points_N52=ijb.points_N52, image_size=evaluator.image_size)
     )
@@ -188,7 +172,7 @@ def score_templates(
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-) -> TemplateResult:
+) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
     rows_M2 = np.searchsorted(ids_T, ijb.pairs_M3[:, :2])
     is_same_M = ijb.pairs_M3[:, 2] == 1
     if is_same_M.all() or not is_same_M.any():
@@ -202,13 +186,8 @@ def score_templates(
         first, second = templates_TD[rows_M2[here, 0]], templates_TD[rows_M2[here, 1]]
         distances_M[here] = 2 - 2 * np.einsum("md,md->m", first, second)
     identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group)
-    return TemplateResult(
-        verification=pair_rates(distances_M, is_same_M),
-        distances_M=distances_M,
-        is_same_M=is_same_M,
-        identification=identification,
-        published_tpir=published,
-    )
+    searched = {"identification": identification, "published_tpir_at_fpir": published} if identification else {}
+    return {**pair_rates(distances_M, is_same_M).to_json(), **searched}, distances_M, is_same_M
 
 
 def _identify(
@@ -229,10 +208,9 @@ def _identify(
         # The published threshold is the k-th best score of all probes together: no probe contributes more than k of them.
         k = min(len(members_G2), max(10, int(np.ceil(max(_PUBLISHED_FPIR) * len(probes_PD)))))
         found = search(probes_PD, gallery, k=k, device=device, probe_labels_P=ijb.probes_T2[:, 1], group=group)
-        mates_P = found.mate_scores_P.double().cpu().numpy()
-        others_Pk = found.other_scores_Pk.double().cpu().numpy()
-        results[name] = numbers_of_scores(mates_P, others_Pk[:, :10], num_gallery=len(members_G2))
+        results[name] = numbers_of(found, num_gallery=len(members_G2))
         if name == "joined":
+            mates_P, others_Pk = (one.double().cpu().numpy() for one in (found.mate_scores_P, found.other_scores_Pk))
             impostors = -np.sort(-others_Pk[np.isfinite(others_Pk)])
             published = {f"{fpir:g}": published_ijb_tpir(mates_P, impostors, fpir) for fpir in _PUBLISHED_FPIR}
     return results, published
