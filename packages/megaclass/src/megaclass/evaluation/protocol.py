@@ -306,7 +306,3 @@ def share_rows(columns: Sequence[Numbers], key: str, title: str) -> list[Row]:
         (title.format(at), share_cells([one.get(at) for one in shares], [one.get(at) for one in ends]))
         for at in shares[0]
     ]
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e15)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megaclass.checkpoint.class_ranges import Classes, overlapping, whole_up_to
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.checkpoint.tensor_file import DTYPE_NAMES
+from megaclass.distributed.agreement import gather_texts
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.centres import class_range
 from megaclass.training.model.build import Model, generator_states, restore_generators
@@ -118,7 +119,6 @@ def copy_distance(hosts: Sequence[str]) -> int:
 # ---- Sends the state of an elastic training between ranks, as plain bytes. Nothing that arrives is unpickled. -----
 
 _CHUNK_BYTES = 64 << 20
-_MAX_HEADER_BYTES = 64 << 20
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -168,21 +168,12 @@ def receive_rows(rows: Mapping[str, Tensor], source: int) -> None:
 def tensors_of_rank(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
     """Collective. Returns the tensors of rank `source` on every rank, in host memory; the other ranks' own do not matter.
 
-    Two broadcasts of names, types and shapes, then one per tensor.
+    One exchange of names, types and shapes, then a broadcast per tensor.
     """
     is_source = dist.get_rank() == source
     rows = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
-    header = json.dumps(rows).encode() if is_source else b""
-    length = torch.tensor([len(header)], device=device)
-    dist.broadcast(length, source)
-    # Before memory is taken for it.
-    assert 0 < int(length) <= _MAX_HEADER_BYTES, int(length)
-    text = torch.zeros(int(length), dtype=torch.uint8)
-    text[: len(header)] = torch.frombuffer(bytearray(header or b"\0"), dtype=torch.uint8)[: len(header)]
-    text = text.to(device)
-    dist.broadcast(text, source)
     found = {}
-    for name, dtype, shape in json.loads(bytes(text.cpu().numpy())):
+    for name, dtype, shape in json.loads(gather_texts(json.dumps(rows) if is_source else "", device)[source]):
         value = tensors[name] if is_source else torch.empty(shape, dtype=_DTYPES[dtype])
         for part in _pieces(value.reshape(-1).view(torch.uint8)):
             sent = part.to(device)

@@ -24,7 +24,7 @@ from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range,
 from megaclass.evaluation.report.ranks import RankRow, rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluation.training_images import read_training_images
-from megaclass.metrics_file import read_metrics, read_summary
+from megaclass.metrics_file import is_number, read_metrics, read_summary
 from megaclass.progress import duration_text
 from megaclass_launch.errors import UserError
 from megaclass_launch.events_file import read_events
@@ -184,11 +184,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _drawable(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a row that can be drawn as curves."""
-    return {key: value for key, value in row.items() if value is None or _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
+    return {key: value for key, value in row.items() if value is None or is_number(value)}
 
 
 _FACTS = {
@@ -235,7 +231,7 @@ def _facts(summary: Mapping[str, Any], metrics: Rows, events: Rows) -> dict[str,
         # One side of a square, or [height, width].
         known["image_size"] = " × ".join(map(str, reversed(size) if isinstance(size, list) else (size, size)))
     return {
-        title: format(known[key], form) if form and _is_number(known[key]) else str(known[key])
+        title: format(known[key], form) if form and is_number(known[key]) else str(known[key])
         for key, (title, form) in _FACTS.items()
         if key in known
     }
