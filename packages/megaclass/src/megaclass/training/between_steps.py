@@ -51,7 +51,7 @@ _SERVICES_S = 300.0
 
 @dataclass(slots=True)
 class Position:
-    """Where the loop is, and what the work after the present step has found so far; the same on every rank."""
+    """Place of the loop, and what the work after the present step has found so far; the same on every rank."""
 
     done: int
     """Steps done since the start of the run."""

@@ -271,6 +271,6 @@ class Observer:
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Wraps work that is no part of the training: it may take any time, and does not count in the speed."""
+        """Wraps work between the steps: it may take any time, and does not count in the speed."""
         with self.meter.paused(), own_status().long_work(phase):
             yield
