@@ -4,13 +4,13 @@ import argparse
 import json
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.cli.arguments import add_commands
 from megaclass.errors import DataError
+from megaclass.progress import bar_on_demand
 from megaclass_launch.wire.plain_text import plain_lines
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _run_and_print(
 def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.synthesize import synthesize
 
-    with _progress("drawing identities") as on_progress:
+    with bar_on_demand("drawing identities") as on_progress:
         is_new = synthesize(
             options.out,
             num_identities=options.identities,
@@ -154,11 +154,11 @@ def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.out.exists():
         raise DataError(f"Cannot write {options.out}: it exists already. Remove it or choose another folder.")
     wanted = None if options.classes is None else characters_for(fonts, options.classes)
-    with _progress("drawing characters") as on_progress:
+    with bar_on_demand("drawing characters") as on_progress:
         glyphs = fonts.draw(wanted, options.processes, on_progress)
     split = split_glyphs(glyphs, fonts)
     facts = {**fonts.to_json(), **describe_relations(glyphs, fonts)}
-    with _progress("writing the set") as on_progress:
+    with bar_on_demand("writing the set") as on_progress:
         facts = write_glyphs(split, options.out, facts, num_threads=options.processes, on_progress=on_progress)
     lines = [
         f"{options.out / name}: {part['images']:,} images of {part['characters']:,} characters"
@@ -177,7 +177,7 @@ def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.unpack import unpack
 
     source = open_source(options.path)
-    with _progress("unpacking") as on_progress:
+    with bar_on_demand("unpacking") as on_progress:
         names = format_of(options.path).class_names()
         num_bad = unpack(source, options.out, class_names=names, on_progress=on_progress)
     num_images = source.num_images - num_bad
@@ -213,7 +213,7 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
 
     source = _open(path)
     names = class_list(path, source).text
-    with _progress("packing images") as on_progress:
+    with bar_on_demand("packing images") as on_progress:
         packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
     text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
     if packed.num_bad:
@@ -231,7 +231,7 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.inspect import inspect_source, write_first_images
 
     source = _open(options.path)
-    with _progress("inspecting images") as on_progress:
+    with bar_on_demand("inspecting images") as on_progress:
         found = inspect_source(source, on_progress)
     text = found.to_text()
     if options.png is not None:
@@ -249,7 +249,7 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.pack import PackOptions, pack
     from megaclass.data.tools.verify import verify
 
-    with _progress("checking records") as on_progress:
+    with bar_on_demand("checking records") as on_progress:
         findings, sound = verify(options.path, num_threads=options.threads, on_progress=on_progress)
     lines = [
         f"{findings.what}: {findings.num_images:,} images, {len(findings.bad):,} bad, {len(findings.faults):,} faults"
@@ -268,7 +268,7 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         except DataError as error:
             names = b""
             lines.append(f"  class names are not copied: {error}")
-        with _progress("writing the clean copy") as on_progress:
+        with bar_on_demand("writing the clean copy") as on_progress:
             chosen = PackOptions(shuffle_seed=None)
             packed = pack(sound, options.repair, chosen, class_names=names, on_progress=on_progress)
         result["repaired"] = {"out": str(options.repair), "num_images": packed.num_images}
@@ -283,7 +283,7 @@ def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     by = "identities" if options.identities is not None else "images"
     split = Split(by=by, share=getattr(options, by), seed=options.seed)
     source = _open(options.path)
-    with _progress("writing both parts") as on_progress:
+    with bar_on_demand("writing both parts") as on_progress:
         made = split_data(
             source,
             split,
@@ -315,7 +315,7 @@ def _pairs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.holdout is not None:
         split = Split(by="identities", share=options.holdout, seed=options.seed)
         source = held_out_part(whole, split)
-    with _progress("reading pairs") as on_progress:
+    with bar_on_demand("reading pairs") as on_progress:
         pair_set = make_pairs(source, options.pairs, options.seed, on_progress)
     write_pairs(options.out, pair_set)
     if split is not None:
@@ -331,7 +331,7 @@ def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         return 0, {"removed": num_files}, f"{options.to}: {num_files} files removed"
     if options.path is None:
         raise DataError("megaclass data stage needs the data to copy, or --remove.")
-    with _progress("copying the data into memory, bytes") as on_progress:
+    with bar_on_demand("copying the data into memory, bytes") as on_progress:
         staged = stage(options.path, options.to, on_progress)
     return 0, {"path": staged}, f"{staged}: use it as data.path, or {options.to} as data.stage"
 
@@ -342,7 +342,7 @@ def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.bench import bench_stages
 
     source = _open(options.path)
-    with _progress("measuring") as on_progress:
+    with bar_on_demand("measuring") as on_progress:
         speeds = bench_stages(
             source,
             num_threads=options.threads,
@@ -363,10 +363,3 @@ def _open(path: str) -> Any:
     source = open_source(path)
     _logger.info(source.describe())
     return source
-
-
-def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
-    """Returns a progress bar that appears with the first call, which passes the total."""
-    from megaclass.progress import bar_on_demand
-
-    return bar_on_demand(title)

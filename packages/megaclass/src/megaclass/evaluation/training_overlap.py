@@ -28,22 +28,14 @@ def compared_with_training_data(
     bins = {one.name: Path(one.path) for one in results if one.error is None and one.path.endswith(".bin")}
     images = {name: read_pairs(path).images for name, path in bins.items()}
     overlaps = find_overlaps(images, source, on_progress=on_progress) if bins else {}
-    return [
-        replace(
-            one,
-            numbers={
-                **one.numbers,
-                "training_data": _overlap_numbers(overlaps[one.name], bins[one.name], data_path, drawn),
-            },
-        )
-        if one.name in overlaps
-        else one
-        for one in results
-    ]
-
-
-def _overlap_numbers(overlap: Overlap, path: Path, data_path: str, drawn: Path | None) -> dict[str, int | bool]:
-    return {**overlap.to_json(), "is_held_out": path == drawn or is_unseen(path, data_path)}
+    compared = []
+    for one in results:
+        if one.name in overlaps:
+            is_held_out = bins[one.name] == drawn or is_unseen(bins[one.name], data_path)
+            found = {**overlaps[one.name].to_json(), "is_held_out": is_held_out}
+            one = replace(one, numbers={**one.numbers, "training_data": found})
+        compared.append(one)
+    return compared
 
 
 def training_data_line(numbers: Mapping[str, Any]) -> str:

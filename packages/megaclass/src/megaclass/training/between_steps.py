@@ -30,7 +30,7 @@ from megaclass.evaluation.centres import ClassShard
 from megaclass.evaluation.protocol import Evaluator, SetResult
 from megaclass.evaluation.results import headline
 from megaclass.evaluation.sets import evaluate_sets, sets_in_training, sets_of_main_rank
-from megaclass.progress import Bar, bar_on_demand, no_bar, progress_bar
+from megaclass.progress import Bar, bar_on_demand, progress_bar
 from megaclass.training.class_means import place_centres
 from megaclass.training.commits import Change, Commits
 from megaclass.training.metrics import check_finite
@@ -117,7 +117,7 @@ def work_between_steps(
         # From the first step on, the ranks that are left after a loss can continue.
         with own_status().long_work("commit"):
             commits.commit(model, at.done, run.device)
-    bar = held.enter_context(progress_bar("training", at.num_steps, start=at.done) if is_main else no_bar())
+    bar = held.enter_context(progress_bar("training", at.num_steps, start=at.done, is_shown=is_main))
     if is_main:
         # A request that came too late for an earlier start is forgotten.
         run.folder.take_end_request()

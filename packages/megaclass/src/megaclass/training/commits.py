@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -130,12 +131,8 @@ def swap_rows(
     own, kept: the same names on every rank. Traffic: the rows of one rank, per rank, in pieces of up to 64 MiB.
     """
     for name in own:
-        sent, received = _pieces(own[name]), _pieces(kept[name])
         # Shards differ by at most one class, so one side may have a piece more.
-        while True:
-            part, place = next(sent, None), next(received, None)
-            if part is None and place is None:
-                break
+        for part, place in zip_longest(_pieces(own[name]), _pieces(kept[name])):
             # Both in one batch: a send that waits for its receiver, on every rank at once, would never end.
             operations = []
             if part is not None:
@@ -206,7 +203,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 #     _places       the two places                          written by commit, restore
 #     _last         the place with the last good commit     written by commit, restore
 #     _joined       this generation                         written by join
-#     has_begun     the run has been put into its folder    written by join, begin
+#     has_begun     the run has been put into its folder    written by join, rank_main
 #     is_state_lost no member holds a commit any more       written by join
 #     last_step     steps done by this process              written by the loop
 #     spent_s       seconds in commits since the last row   written by commit, take_seconds
@@ -301,10 +298,6 @@ class Commits:
                 f"{self._joined.world.name()}: an exchange of generation {generation} was aborted."
             )
         return [row[1:] for row in rows_W]
-
-    def begin(self) -> None:
-        """Notes that the run is in its folder."""
-        self.has_begun = True
 
     def describe_change(self, first_step: int) -> dict[str, object]:
         """Returns the fields of the event `rank_change`; empty in the first generation of a run."""

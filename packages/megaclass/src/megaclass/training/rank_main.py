@@ -156,7 +156,7 @@ def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Mod
     restoration = None
     if commits is not None and context.here is not None:
         restoration = commits.join(context.here, device)
-    # What an earlier generation did and said is not repeated: begin() below changes the answer.
+    # What an earlier generation did and said is not repeated: setting has_begun below changes the answer.
     is_continued = context.is_continued
     mode, run = _open(context, hosts, device)
     says = world.is_main and not is_continued
@@ -179,7 +179,7 @@ def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Mod
         # From here on a restart continues this run (see start/restart.py).
         on_main_rank(lambda: take_over(config, run.folder, mode), device)
     if commits is not None:
-        commits.begin()
+        commits.has_begun = True
     if says:
         _logger.info(run.source.describe())
         _logger.info(sizes)

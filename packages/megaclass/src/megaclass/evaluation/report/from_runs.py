@@ -138,12 +138,16 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
     summary = read_summary(run)
-    rows = _read_metrics(run / "metrics.jsonl")
+    rows, num_damaged = read_metrics(run / "metrics.jsonl")
+    if num_damaged:
+        _log.warning("%s: %d damaged line(s) left out of the report.", run / "metrics.jsonl", num_damaged)
     path = run / "config.toml"
     config_text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     config = _config_of(config_text)
     num_classes = summary.get("num_classes")
-    metrics, events = [_drawable(row) for row in rows], read_events(run)[0]
+    # The values that can be drawn as curves.
+    metrics = [{key: value for key, value in row.items() if value is None or is_number(value)} for row in rows]
+    events = read_events(run)[0]
     return ModelReport(
         name=name,
         results=read_results(run),
@@ -172,19 +176,6 @@ def _name_of(run: Path, runs: Sequence[Path]) -> str:
     """Returns the name of the folder, with its parent's name if two runs share it."""
     name = run.resolve().name
     return name if [one.resolve().name for one in runs].count(name) == 1 else f"{run.resolve().parent.name}/{name}"
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows; damaged lines are left out, with a warning."""
-    rows, num_damaged = read_metrics(path)
-    if num_damaged:
-        _log.warning("%s: %d damaged line(s) left out of the report.", path, num_damaged)
-    return rows
-
-
-def _drawable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a row that can be drawn as curves."""
-    return {key: value for key, value in row.items() if value is None or is_number(value)}
 
 
 _FACTS = {

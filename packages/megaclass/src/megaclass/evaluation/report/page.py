@@ -10,7 +10,6 @@ import hashlib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -182,23 +181,6 @@ def _flat(text: str) -> dict[str, str]:
 # ---- sections on evaluation sets: one table over all sets, and for each set numbers, charts and hardest pairs ------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Panel:
-    """Everything about one set."""
-
-    lead: str
-    columns: list[str]
-    """Names of the models."""
-    rows: list[Row]
-    figures: list[Figure]
-    operating_points: list[tuple[str, list[Row]]]
-    """For each model: the threshold, TAR and false accepts at each false accept rate."""
-    mistakes: list[tuple[str, SetResult]]
-    """Models with their results that have hard pairs."""
-    examples: list[tuple[str, SetResult]]
-    """Models with their results that have confused classes."""
-
-
 def names_of_sets(models: Sequence[ModelReport]) -> list[str]:
     return list(dict.fromkeys(result.name for model in models for result in model.results))
 
@@ -223,14 +205,14 @@ def quoted(result: SetResult) -> float | None:
     return None if result.error is not None else PROTOCOLS[result.kind].quoted(result.numbers)
 
 
-def _panel(name: str, models: Sequence[ModelReport]) -> Panel | None:
-    """Returns None if no model was evaluated on the set."""
+def _panel(name: str, models: Sequence[ModelReport]) -> dict[str, Any]:
+    """Returns everything about one set, for the template; nothing if no model was evaluated on it."""
     done = [(place, model, result) for place, model in enumerate(models) if (result := model.on(name))]
     done = [(place, model, result) for place, model, result in done if result.error is None]
     # Two runs may have evaluated different things under one name; only numbers of one kind can be compared.
     alike = [(place, model, result) for place, model, result in done if result.kind == done[0][2].kind]
     if not alike:
-        return None
+        return {}
     protocol, numbers = PROTOCOLS[alike[0][2].kind], [result.numbers for _, _, result in alike]
     rows = protocol.rows(numbers)
     empty = [title for title, cells in rows if all(cell.text in (NOT_MEASURABLE, ABSENT) for cell in cells)]
@@ -243,19 +225,21 @@ def _panel(name: str, models: Sequence[ModelReport]) -> Panel | None:
     figures = [*_roc_and_det(curves), *(_histogram(name, result.curves) for name, result in own if result.curves)]
     if protocol.kind == "classification":
         figures = [_coverage([(place, model.name, result.numbers) for place, model, result in alike])]
-    return Panel(
-        lead=" ".join(filter(None, lead)),
-        columns=[model.name for _, model, _ in alike],
-        rows=[row for row in rows if row[0] not in empty],
-        figures=figures,
-        operating_points=[
+    return {
+        "lead": " ".join(filter(None, lead)),
+        "columns": [model.name for _, model, _ in alike],
+        "rows": [row for row in rows if row[0] not in empty],
+        "figures": figures,
+        # For each model: the threshold, TAR and false accepts at each false accept rate.
+        "operating_points": [
             (name, points)
             for name, result in own
             if result.curves and (points := operating_points(result.curves, result.numbers.get("threshold_at_far", {})))
         ],
-        mistakes=[(name, result) for name, result in own if result.hard_pairs],
-        examples=[(model.name, result) for _, model, result in alike if result.examples is not None],
-    )
+        # Models with their results that have hard pairs, or confused classes.
+        "mistakes": [(name, result) for name, result in own if result.hard_pairs],
+        "examples": [(model.name, result) for _, model, result in alike if result.examples is not None],
+    }
 
 
 def _remarks(done: Sequence[tuple[ModelReport, SetResult]]) -> str:
