@@ -295,14 +295,14 @@ def rate_rows(columns: Sequence[Numbers]) -> list[Row]:
 
 
 def share_rows(columns: Sequence[Numbers], key: str, title: str) -> list[Row]:
-    """Returns the row of a share, or a row per entry of a table of shares, such as one per FAR.
+    """Returns the row of a share; if the title has a place for it, a row per entry of a table of shares, such as one per FAR.
 
     95 % confidence intervals are shown if they are there, under the same key with `_95`.
     """
+    if "{}" not in title:
+        return [(title, share_cells([n.get(key) for n in columns]))]
     shares, ends = [n.get(key, {}) for n in columns], [n.get(f"{key}_95", {}) for n in columns]
-    if not isinstance(shares[0], dict):
-        return [(title, share_cells(shares))]
     return [
         (title.format(at), share_cells([one.get(at) for one in shares], [one.get(at) for one in ends]))
-        for at in shares[0]
+        for at in {**shares[0]}
     ]
