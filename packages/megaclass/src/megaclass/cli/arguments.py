@@ -54,7 +54,7 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "positive": at_least(1),
     "count": _count,
     "size": _size,
-    "cores": lambda text: num_cores() if text == "one per core" else int(text),
+    "cores": int,
 }
 SHARED = """
   path        text                the data, in any form that data.path accepts
@@ -117,7 +117,7 @@ def _settings(names: str, given: str, meaning: str) -> dict[str, Any]:
         settings["choices"] = [read(one) for one in choices]
     if default is not None:
         default = default.strip('"')
-        settings["const" if many == "?" else "default"] = read(default)
+        settings["const" if many == "?" else "default"] = num_cores() if kind == "cores" else read(default)
         if many != "?" and "default" not in meaning:
             settings["help"] = f"{meaning} (default: {default})"
     if many in ("+", "*"):
