@@ -23,8 +23,8 @@ from megaclass.data.loader import BatchLoader
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
-from megaclass.evaluation.embed import embed_images
 from megaclass.evaluation.images import PairImages
+from megaclass.evaluation.protocol import Evaluator
 from megaclass.evaluation.protocols.verification import score_embeddings
 from megaclass.head.sampling import sample_classes
 from megaclass.training.schedule import learning_rate
@@ -61,7 +61,9 @@ def accuracy(data: Path, sample_rate: object, kind: str, seed: int) -> float:
         source.num_classes,
         margin=CosFace(scale=32, margin=0.2),
         sample_rate=sample_rate,  # type: ignore[arg-type]
-        optimizer=RowAdagrad(weight_decay=DECAY) if kind == "adagrad" else RowSGD(momentum=MOMENTUM, weight_decay=DECAY),
+        optimizer=RowAdagrad(weight_decay=DECAY)
+        if kind == "adagrad"
+        else RowSGD(momentum=MOMENTUM, weight_decay=DECAY),
         seed=seed,
     )
     optimizer = torch.optim.SGD(backbone.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
@@ -79,7 +81,8 @@ def accuracy(data: Path, sample_rate: object, kind: str, seed: int) -> float:
             drift_unsampled_(head, batch.labels, step, lr)
     pairs = read_pairs(data / "verification.bin")
     images = PairImages(pair_set=pairs, image_size=IMAGE_SIZE, set_name="the pairs", fit=None)
-    embeddings = embed_images(backbone, images, device=torch.device("cpu")).normalised_ND()
+    evaluator = Evaluator(network=backbone, image_size=IMAGE_SIZE, device=torch.device("cpu"))
+    embeddings = evaluator.embed(images).normalised_ND()
     return score_embeddings("model", embeddings, pairs.is_same).verification.accuracy
 
 

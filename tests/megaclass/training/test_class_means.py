@@ -27,8 +27,8 @@ from megaclass.training.model.build import build_model
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder
 from megaclass.training.run.run import open_run
-from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode
+from megaclass.training.start.resume import load_initial_weights
 from megaclass_launch.errors import ConfigError, UserError
 from megaclass_launch.world import World
 

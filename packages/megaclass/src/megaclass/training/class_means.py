@@ -11,7 +11,6 @@ it, the trained centres are (benchmarks/glyphs.md).
 
 import logging
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -25,8 +24,8 @@ from megaclass.errors import DataError
 from megaclass.evaluation.embed import evaluating
 from megaclass.head.gather_batch import gather_batch
 from megaclass.progress import progress_bar
-from megaclass.training.data_errors import DataErrors
 from megaclass.training.model.build import Model
+from megaclass.training.observer import DataErrors
 from megaclass.training.run.run import Run
 from megaclass_launch.errors import UserError
 from megaclass_launch.rank_status import own_status
@@ -133,12 +132,11 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
     largest = -(-config.train.global_batch // world.size)
     # The last row collects images of classes on other ranks; it is dropped.
     sums = torch.zeros((len(own) + 1, width), device=device)
-    new_bar = progress_bar("class means", source.num_images) if world.is_main else nullcontext(None)
     starts = range(0, source.num_images, config.train.global_batch)
     nothing = torch.zeros((0, 3, *run.image_size), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
     batches = data_errors.keep_error(run.loader.once(config.train.global_batch), nothing)
     is_failed = torch.zeros((), dtype=torch.bool)
-    with evaluating(model.backbone), new_bar as bar:
+    with evaluating(model.backbone), progress_bar("class means", source.num_images, is_shown=world.is_main) as bar:
         for start, (images_B, labels_B) in zip(starts, batches, strict=False):
             inputs = normalise(images_B.to(device)).to(memory_format=torch.channels_last)
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
@@ -155,8 +153,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
             own_status().progress(
                 allowed_s=0.0, phase="class means", detail=f"{done:,} of {source.num_images:,} images"
             )
-            if bar is not None:
-                bar.advance_to(done)
+            bar.advance_to(done)
             if is_failed:
                 # Read one step late, so the host does not wait for the GPU in every step.
                 break

@@ -10,7 +10,7 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
 from megaclass.head.step import HeadStats
-from megaclass.training.metrics import NO_CLOCK, StepClock, StepResult
+from megaclass.training.metrics import StepClock, StepResult
 from megaclass.training.model.build import Model, generator_states, restore_generators
 
 # Keeps the division by a gradient norm of zero finite.
@@ -28,9 +28,10 @@ def training_step(
     step: int,
     device: torch.device,
     is_measured: bool = False,
-    clock: StepClock = NO_CLOCK,
+    clock: StepClock | None = None,
 ) -> StepResult:
     """Collective. Trains on the global batch, of which every rank passes its own part. clock: told about every phase."""
+    clock = clock or StepClock(device)
     # Batch norm changes its running statistics in the forward, before it is known whether the step counts.
     model.statistics.keep()
     try:
@@ -67,7 +68,7 @@ def compile_programs(
     with compiling_only(num_threads):
         for is_measured in (False, True):
             model.statistics.keep()
-            _forward_backward(model, batch, config, step, device, NO_CLOCK)
+            _forward_backward(model, batch, config, step, device, StepClock(device))
             model.head.step(lr=0.0, skip=was_skipped, loss_scale=loss_scale, is_measured=is_measured)
             model.statistics.put_back(was_skipped)
     # The embeddings were whatever was in memory, which may be a fault.
