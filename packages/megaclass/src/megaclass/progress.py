@@ -50,12 +50,12 @@ class Bar(Protocol):
 
 
 @contextmanager
-def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
+def progress_bar(title: str, total: int, *, start: int = 0, is_shown: bool = True) -> Iterator[Bar]:
     """Draws a bar from `start` to `total` on standard error, which the caller moves with advance_to.
 
-    If the messages of the package are turned off (--quiet), nothing is drawn.
+    If the messages of the package are turned off (--quiet), nothing is drawn. is_shown: False on all ranks but rank 0.
     """
-    if logging.getLogger("megaclass").level > logging.INFO:
+    if not is_shown or logging.getLogger("megaclass").level > logging.INFO:
         yield _NoBar()
         return
     if not sys.stderr.isatty():
@@ -104,12 +104,6 @@ def bar_on_demand(title: str) -> Iterator[OnProgress]:
             bars[total].advance_to(done)
 
         yield on_progress
-
-
-@contextmanager
-def no_bar() -> Iterator[Bar]:
-    """Yields a bar that draws nothing, for all ranks but rank 0."""
-    yield _NoBar()
 
 
 class _NoBar:

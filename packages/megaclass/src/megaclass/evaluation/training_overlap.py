@@ -31,8 +31,8 @@ def compared_with_training_data(
     compared = []
     for one in results:
         if one.name in overlaps:
-            path = bins[one.name]
-            found = {**overlaps[one.name], "is_held_out": path == drawn or is_unseen(path, data_path)}
+            is_held_out = bins[one.name] == drawn or is_unseen(bins[one.name], data_path)
+            found = {**overlaps[one.name], "is_held_out": is_held_out}
             one = replace(one, numbers={**one.numbers, "training_data": found})
         compared.append(one)
     return compared
