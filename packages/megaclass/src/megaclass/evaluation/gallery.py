@@ -133,7 +133,6 @@ def open_gallery(evaluator: Evaluator, path: Path) -> Gallery:
 class Searched:
     """Probes and the gallery in which they are searched, embedded; identities are numbered."""
 
-    gallery: Gallery
     shard: GalleryShard
     """This rank's part of the gallery, with labels."""
     labels_N: NDArray[np.int64]
@@ -158,7 +157,6 @@ def open_searched(evaluator: Evaluator, one: EvaluationSet) -> Searched:
     if probes.is_comparable(gallery):
         keys_P, keys_N = probes.content_keys(range(len(probes))), gallery.content_keys(part)
     return Searched(
-        gallery=gallery,
         shard=replace(shard, labels_N=labels_N[part.start : part.stop], keys_N=keys_N),
         labels_N=labels_N,
         probes_PD=probes_PD,
