@@ -10,8 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
+OnProgress = Callable[[int, int], None]
+"""Takes what is done, and all that there is to do."""
+
 # Interval of lines in a log file: often enough to show progress, rarely enough not to fill the log.
 _LINE_EVERY_S = 10.0
+
+
+def no_progress(done: int, total: int) -> None:
+    """Shows nothing."""
+
+
+def continued(on_progress: OnProgress, before: int, total: int) -> OnProgress:
+    """Returns the progress of a part of the work, before which something was done."""
+    return lambda done, _: on_progress(before + done, total)
 
 
 def size_text(num_bytes: float) -> str:
@@ -76,7 +88,7 @@ def progress_bar(title: str, total: int, *, start: int = 0, is_shown: bool = Tru
 
 
 @contextmanager
-def bar_on_demand(title: str) -> Iterator[Callable[[int, int], None]]:
+def bar_on_demand(title: str) -> Iterator[OnProgress]:
     """Yields a function of (done, total); the bar appears with its first call.
 
     A call with another total starts a new bar, because something else is being counted.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megaclass.cli.arguments import add_commands
 from megaclass.errors import DataError
 from megaclass.progress import bar_on_demand
-from megaclass_launch.wire.plain_text import plain_lines
+from megaclass_launch.wire.checks import plain_lines
 
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands
@@ -174,7 +174,7 @@ def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.sources.open_source import format_of, open_source
-    from megaclass.data.tools.unpack import unpack
+    from megaclass.data.tools.pack import unpack
 
     source = open_source(options.path)
     with bar_on_demand("unpacking") as on_progress:
@@ -228,12 +228,12 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
 
 
 def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.inspect import inspect_source, write_first_images
+    from megaclass.data.tools.inspect import inspect_source, inspection_text, write_first_images
 
     source = _open(options.path)
     with bar_on_demand("inspecting images") as on_progress:
         found = inspect_source(source, on_progress)
-    text = found.to_text()
+    text = inspection_text(found)
     if options.png is not None:
         try:
             options.png.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         except OSError as error:
             raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
         text += f"\n\n{options.png / 'first-images.png'}"
-    return 0, found.to_json(), text
+    return 0, found, text
 
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

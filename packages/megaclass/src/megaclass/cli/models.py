@@ -9,7 +9,7 @@ from pathlib import Path
 from megaclass.cli.arguments import add_commands, writing
 from megaclass.cli.hints import Commands
 from megaclass_launch.errors import ConfigError
-from megaclass_launch.wire.plain_text import plain_text
+from megaclass_launch.wire.checks import plain_text
 
 _logger = logging.getLogger("megaclass.cli")
 _COMMANDS = """

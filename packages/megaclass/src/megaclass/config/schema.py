@@ -167,8 +167,8 @@ class HeadConfig(_Section):
     """Fraction of the negative classes used per step, 1.0 for the full softmax; or a schedule [[first step, rate], ...]."""
     sample_positives: bool = False
     """Count the positives in head.sample_rate, as InsightFace does: that fraction of all classes is used per step."""
-    optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
-    """Optimizer of the class centres."""
+    optimizer: Literal["auto", "sgd", "adamw", "adagrad"] = "auto"
+    """Optimizer of the class centres; auto is adagrad if negatives are sampled (head.sample_rate below 1), else sgd."""
     momentum: float = field(default=0.9, metadata=within("in [0, 1)"))
     """Momentum of sgd for the class centres."""
     weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
@@ -184,7 +184,16 @@ class HeadConfig(_Section):
     kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
+    @property
+    def is_sampled(self) -> bool:
+        rates = (
+            [self.sample_rate] if isinstance(self.sample_rate, float | int) else [rate for _, rate in self.sample_rate]
+        )
+        return any(rate != 1.0 for rate in rates)
+
     def check(self) -> None:
+        if self.optimizer == "auto":
+            object.__setattr__(self, "optimizer", "adagrad" if self.is_sampled else "sgd")
         for name in ("m1", "m2", "m3"):
             needed = "unset unless head.margin is combined; the other margins take head.margin_size"
             self.require(name, getattr(self, name) is None or self.margin == "combined", needed)
@@ -210,7 +219,7 @@ class OptimizerConfig(_Section):
     lr: float = field(default=0.1, metadata=within("above 0"))
     """Peak learning rate, reached after the warm-up."""
     head_lr: float | None = field(default=None, metadata=within("above 0"))
-    """Peak learning rate of the class centres; unset uses optimizer.lr."""
+    """Peak learning rate of the class centres; unset uses optimizer.lr, and 0.2 if head.optimizer is adagrad."""
     momentum: float = field(default=0.9, metadata=within("in [0, 1)"))
     """Momentum of sgd for the backbone."""
     weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
@@ -303,7 +312,7 @@ class TrainConfig(_Section):
     """Initial centres: a checkpoint or run folder, a folder of checkpoint_gpu_N.pt or N_centers.param, or class_means."""
 
     mean_weight: float | None = field(default=None, metadata=MAY_CHANGE | within("in [0, 1000]"))
-    """After the last step, turn centres to (centre + this * mean of its images), one pass; unset: 2 if sampled, else 0."""
+    """After the last step, turn centres to (centre + this / sqrt(sample rate) * mean); unset: 2 if sampled, else 0."""
 
     def check(self) -> None:
         self.require("run_dir", bool(self.run_dir), "a folder, such as train.run_dir=runs/first")

@@ -10,6 +10,7 @@ it, the trained centres are (benchmarks/glyphs.md).
 """
 
 import logging
+import math
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -32,6 +33,7 @@ from megaclass_launch.ranks.collectives import gather_blocks
 
 _logger = logging.getLogger("megaclass.training")
 _DEFAULT_WEIGHT = 2.0
+_LOWEST_RATE = 1e-4
 
 
 def start_at_class_means(run: Run, model: Model) -> None:
@@ -49,18 +51,23 @@ def start_at_class_means(run: Run, model: Model) -> None:
 
 
 def mean_weight(config: Config) -> float:
-    """Returns the weight of the class means in the centres after the last step: the setting, or its default."""
-    if config.train.mean_weight is not None:
-        return config.train.mean_weight
-    rates = config.head.sample_rate
-    is_sampled = rates != 1.0 if isinstance(rates, float | int) else any(rate != 1.0 for _, rate in rates)
-    return _DEFAULT_WEIGHT if is_sampled and config.head.subcentres == 1 else 0.0
+    """Returns the weight of the class means in the centres after the last step.
+
+    The setting or its default, divided by the square root of the last sample rate: the less often centres are drawn, the
+    less do they say beside the means (docs/decisions/head.md).
+    """
+    weight = config.train.mean_weight
+    if weight is None:
+        weight = _DEFAULT_WEIGHT if config.head.is_sampled and config.head.subcentres == 1 else 0.0
+    rate = config.head.sample_rate
+    last_rate = rate if isinstance(rate, float | int) else rate[-1][1]
+    return weight / math.sqrt(max(last_rate, _LOWEST_RATE))
 
 
 def place_centres(run: Run, model: Model) -> None:
     """Collective, after the last step. Turns each centre towards the mean of its images' embeddings; lengths stay.
 
-    The new direction is that of (unit centre + train.mean_weight * unit mean). An error leaves the centres as they are: it
+    The new direction is that of (unit centre + mean_weight() * unit mean). An error leaves the centres as they are: it
     must not cost the training. Traffic as above. Memory: as many float32 numbers as there are centres on this rank.
     """
     weight = mean_weight(run.config)
@@ -79,7 +86,7 @@ def place_centres(run: Run, model: Model) -> None:
     model.head.store.turn_to_(sums_KD, weight)
     if run.world.is_main:
         _logger.info(
-            f"the centres were moved towards the means of their classes, which count {weight:g} times as much as the "
+            f"the centres were moved towards the means of their classes, which count {weight:.3g} times as much as the "
             f"trained directions (train.mean_weight)."
         )
 

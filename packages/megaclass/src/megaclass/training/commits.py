@@ -22,7 +22,7 @@ from megaclass.distributed.agreement import gather_texts
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.centres import class_range
 from megaclass.training.model.build import Model, generator_states, restore_generators
-from megaclass_launch.elastic.worker import Assignment, ElasticWorker
+from megaclass_launch.elastic import Assignment, ElasticWorker
 from megaclass_launch.errors import ConnectionLostError
 from megaclass_launch.ranks.collectives import gather_blocks
 

@@ -140,7 +140,7 @@ class HangLimit:
         # The host may be several steps ahead of its GPU and then has to wait for all of them.
         ahead_s = self._num_unread * self._median_s
         limit_s = self.limit_s()
-        self._status.progress(step=step, phase="training", allowed_s=limit_s + ahead_s if limit_s else 0.0)
+        self._status.progress(step=step, allowed_s=limit_s + ahead_s if limit_s else 0.0)
 
     def all_read(self) -> None:
         """Marks that the device has finished all steps up to now, which tells how long a step takes."""

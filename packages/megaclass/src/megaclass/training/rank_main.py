@@ -37,7 +37,7 @@ from megaclass.training.run.run import (
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
 from megaclass.training.start.resume import load_initial_weights, resume_run
-from megaclass_launch.elastic.worker import Assignment, elastic_worker
+from megaclass_launch.elastic import Assignment, elastic_worker
 from megaclass_launch.errors import StateLostError
 from megaclass_launch.exit_codes import EXIT_RESUME_ME
 from megaclass_launch.rank_status import own_status
@@ -90,7 +90,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequ
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
-    own_status().give_stacks(str(Path(__file__).parents[1]))
+    own_status().give_stacks(str(Path(__file__).parents[1]), "no step has finished", "train.hang_after_s")
     worker = elastic_worker()
     with ExitStack() as held:
         context = RankContext(config=config, world=world, mode=mode, lock=FolderLock(held), callbacks=tuple(callbacks))

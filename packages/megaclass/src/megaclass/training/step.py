@@ -15,6 +15,8 @@ from megaclass.training.model.build import Model, generator_states, restore_gene
 
 # Keeps the division by a gradient norm of zero finite.
 _TINY = 1e-12
+# Learning rate of centres that Adagrad moves, whose steps do not depend on the size of the gradients.
+_ADAGRAD_LR = 0.2
 
 
 def training_step(
@@ -130,9 +132,9 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     elif not is_bad:
         model.optimizer.step()
     # The centres follow the schedule of the backbone, scaled to their own peak.
-    head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
+    head_lr = config.optimizer.head_lr or (_ADAGRAD_LR if config.head.optimizer == "adagrad" else config.optimizer.lr)
     head_stats = model.head.step(
-        lr=lr * head_factor,
+        lr=lr * (head_lr / config.optimizer.lr),
         skip=is_bad,
         loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
         is_measured=is_measured,

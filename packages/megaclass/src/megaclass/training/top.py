@@ -23,7 +23,7 @@ from megaclass.phases import PHASES
 from megaclass.progress import duration_text
 from megaclass_launch.errors import UserError
 from megaclass_launch.events_file import read_events
-from megaclass_launch.wire.plain_text import plain_text
+from megaclass_launch.wire.checks import plain_text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EVERY_S, _COLUMNS, _MOST_RANKS, _SHOWN_EVENTS = 2.0, 60, 16, 6
