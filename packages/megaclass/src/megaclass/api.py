@@ -132,10 +132,8 @@ def train(
     callbacks: each is called on rank 0 with every row of metrics (a dict); the run ends there, with all its results, after
         a callback that returns True.
     """
-    if data is not None and not isinstance(data, Mapping):
-        settings = {"data": {"path": str(data)}, **settings}
-    elif data is not None:
-        settings = {"data": data, **settings}
+    if data is not None:
+        settings = {"data": data if isinstance(data, Mapping) else {"path": str(data)}, **settings}
     given = [*overrides, *(one for name, value in settings.items() for one in overrides_of(name, value))]
     mode = StartMode(
         resume="auto" if resume is True else str(resume) if resume else None,
@@ -261,33 +259,28 @@ def _rows_of_ranks(run_dir: Path, callbacks: Sequence[Callback]) -> Iterator[Non
     begun, is_over, errors = time.time(), threading.Event(), list[BaseException]()
 
     def follow() -> None:
-        last, place = None, 0
-        while True:
-            # Once more after the end, for the last rows.
-            is_last = is_over.wait(_ROWS_POLL_S)
-            if last is None:
-                # The rows of an earlier run in this folder, or of an earlier start, do not count.
-                events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
-                last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
-            rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
-            for row in rows:
-                if last is not None and row["step"] > last:
-                    last = row["step"]
-                    asked = [callback(dict(row)) is True for callback in callbacks]
-                    if any(asked):
-                        RunFolder(run_dir).request_end()
-            if is_last:
-                return
-
-    def follow_and_keep_error() -> None:
+        last, place, is_last = None, 0, False
         try:
-            follow()
+            while not is_last:
+                # Once more after the end, for the last rows.
+                is_last = is_over.wait(_ROWS_POLL_S)
+                if last is None:
+                    # The rows of an earlier run in this folder, or of an earlier start, do not count.
+                    events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
+                    last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
+                rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
+                for row in rows:
+                    if last is not None and row["step"] > last:
+                        last = row["step"]
+                        asked = [callback(dict(row)) is True for callback in callbacks]
+                        if any(asked):
+                            RunFolder(run_dir).request_end()
         except BaseException as error:
             errors.append(error)
             with contextlib.suppress(OSError):
                 RunFolder(run_dir).request_end()
 
-    thread = threading.Thread(target=follow_and_keep_error, name="megaclass-callbacks", daemon=True)
+    thread = threading.Thread(target=follow, name="megaclass-callbacks", daemon=True)
     thread.start()
     try:
         yield

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -265,7 +266,7 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
             class_names=run.classes.text,
             data=run.data_fingerprint,
             is_asynchronous=config.train.async_checkpoints,
-            on_published=run.events.note_published,
+            on_published=partial(run.events.note, "save"),
             last_wait_s=None if commits is None else _LAST_WAIT_S,
             is_asked_to_stop=lambda: signals.is_asked,
         ) as writer:
