@@ -360,6 +360,7 @@ def evaluate(
     fit: "Fit | None" = None,
     resize: bool = False,
     mirror: bool | None = None,
+    published_tpir: bool = False,
     batch_size: int = 64,
     threads: int = 2,
     device: str = "auto",
@@ -385,6 +386,7 @@ def evaluate(
     fit: how images of another size are fitted; None as in training.
     resize: stretch images of another size if the model does not state how to fit them.
     mirror: add the embedding of the mirrored image; None as in training.
+    published_tpir: IJB: TPIR with the threshold of InsightFace's ijb_evals.py, which lets one probe fewer pass.
     backbone: `package.module:Class` of your own, if the model is not a built-in one.
     nproc: number of processes to start on this machine, for a model that is a run folder or a file.
     on_result: called on rank 0 with each result as soon as it is there.
@@ -420,7 +422,7 @@ def evaluate(
             "device": device,
             "backbone": backbone,
         }
-        flags = ["--resize"] * resize + ["--mirror"] * (mirror is True)
+        flags = ["--resize"] * resize + ["--mirror"] * (mirror is True) + ["--published-tpir"] * published_tpir
         return _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
     results: list[SetResult] = []
     with _messages(), process_group(world, device=device) as found:
@@ -438,6 +440,7 @@ def evaluate(
             num_threads=threads,
             fit=fit,
             mirror=mirror,
+            published_tpir=published_tpir,
             centres=lambda: loaded.class_shard(training_data),
         )
         for one in sets_of_main_rank(lambda: _sets(paths, labelled, *others), loaded.device):

@@ -75,6 +75,11 @@ def add_evaluate_commands(commands: "Commands") -> None:
     evaluate.add_argument(
         "--out", type=Path, help="folder for evaluation.json (default: the run folder, if MODEL is one)"
     )
+    evaluate.add_argument(
+        "--published-tpir",
+        action="store_true",
+        help="IJB: TPIR with the threshold of InsightFace's ijb_evals.py, which lets one probe fewer pass",
+    )
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
     _add_running(evaluate)
     evaluate.set_defaults(run=_evaluate)
@@ -184,6 +189,7 @@ def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
             fit=options.fit,
             resize=options.resize,
             mirror=options.mirror,
+            published_tpir=options.published_tpir,
             batch_size=options.batch_size,
             threads=options.threads,
             device=options.device,

@@ -188,9 +188,16 @@ def identify(
 
 
 def numbers_of_scores(
-    mate_scores_P: NDArray[np.float64], other_scores_Pk: NDArray[np.float64], *, num_gallery: int
+    mate_scores_P: NDArray[np.float64],
+    other_scores_Pk: NDArray[np.float64],
+    *,
+    num_gallery: int,
+    published_tpir: bool = False,
 ) -> Identification:
-    """Computes the numbers from the score of each probe's best mate (-inf for none) and its best others, highest first."""
+    """Computes the numbers from the score of each probe's best mate (-inf for none) and its best others, highest first.
+
+    published_tpir: TPIR with the threshold of InsightFace's ijb_evals.py.
+    """
     is_mated_P = np.isfinite(mate_scores_P)
     mates, others = mate_scores_P[is_mated_P], other_scores_Pk[is_mated_P]
     num_mated = len(mates)
@@ -205,18 +212,23 @@ def numbers_of_scores(
         num_unmated=len(impostors),
         rank_k={k: num / num_mated if num_mated else None for k, num in hits.items()},
         rank_intervals={k: wilson_interval(num, num_mated) if num_mated else None for k, num in hits.items()},
-        tpir_at_fpir={fpir: _tpir(mates[is_first], impostors, fpir, num_mated) for fpir in FPIR_TARGETS},
+        tpir_at_fpir={
+            fpir: _tpir(mates[is_first], impostors, fpir, num_mated, published_tpir) for fpir in FPIR_TARGETS
+        },
     )
 
 
 def _tpir(
-    first_mates: NDArray[np.float64], impostors: NDArray[np.float64], fpir: float, num_mated: int
+    first_mates: NDArray[np.float64], impostors: NDArray[np.float64], fpir: float, num_mated: int, published: bool
 ) -> float | None:
     """Returns the TPIR at one FPIR. impostors: the best score of each unmated probe, highest first."""
     if num_mated == 0 or len(impostors) == 0 or 1 / len(impostors) > fpir:
         return None
     # The rate allows this many unmated probes to pass; the score of the next one is the threshold.
     num_allowed = int(np.floor(fpir * len(impostors) + 1e-9))
+    if published:
+        # InsightFace takes the score of the last allowed probe, which its comparison with > does not let pass.
+        num_allowed -= 1
     if num_allowed >= len(impostors):
         return len(first_mates) / num_mated
     return float((first_mates > impostors[num_allowed]).sum() / num_mated)

@@ -122,7 +122,7 @@ class TemplateProtocol(EvaluationProtocol):
             name=one.name,
             kind=self.kind,
             path=str(one.path),
-            numbers=result.to_json(),
+            numbers={**result.to_json(), **({"is_tpir_published": True} if evaluator.published_tpir else {})},
             curves=curves_of(result.distances_M, result.is_same_M, threshold=threshold),
         )
 
@@ -135,6 +135,10 @@ class TemplateProtocol(EvaluationProtocol):
 
     def lead(self, numbers: Numbers) -> str:
         return f"{numbers['num_pairs']:,} pairs of templates, {numbers['num_same']:,} of the same person."
+
+    def remark(self, numbers: Numbers) -> str:
+        is_published = numbers.get("is_tpir_published") is True and "identification" in numbers
+        return "TPIR has the threshold of InsightFace's ijb_evals.py (--published-tpir)." if is_published else ""
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = rate_rows(columns)
@@ -190,7 +194,14 @@ def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> TemplateResult:
     )
     features_ND = embedded.sums_ND * ijb.scores_N[:, None].astype(np.float32)
     templates_TD, ids_T = template_features(features_ND, ijb.templates_N, ijb.media_N)
-    return score_templates(templates_TD, ids_T, ijb, device=evaluator.device, group=evaluator.group)
+    return score_templates(
+        templates_TD,
+        ids_T,
+        ijb,
+        device=evaluator.device,
+        group=evaluator.group,
+        published_tpir=evaluator.published_tpir,
+    )
 
 
 def template_features(
@@ -219,6 +230,7 @@ def score_templates(
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    published_tpir: bool = False,
 ) -> TemplateResult:
     rows_M2 = np.searchsorted(ids_T, ijb.pairs_M3[:, :2])
     is_same_M = ijb.pairs_M3[:, 2] == 1
@@ -232,7 +244,7 @@ def score_templates(
         here = slice(start, start + _PAIRS_AT_ONCE)
         first, second = templates_TD[rows_M2[here, 0]], templates_TD[rows_M2[here, 1]]
         distances_M[here] = 2 - 2 * np.einsum("md,md->m", first, second)
-    identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group)
+    identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group, published_tpir)
     return TemplateResult(
         verification=pair_rates(distances_M, is_same_M),
         distances_M=distances_M,
@@ -248,6 +260,7 @@ def _identify(
     ijb: IjbSet,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    published_tpir: bool,
 ) -> tuple[dict[str, Identification], dict[float, float | None]]:
     if not ijb.galleries:
         return {}, {}
@@ -262,7 +275,9 @@ def _identify(
         found = search(probes_PD, gallery, k=k, device=device, probe_labels_P=ijb.probes_T2[:, 1], group=group)
         mates_P = found.mate_scores_P.double().cpu().numpy()
         others_Pk = found.other_scores_Pk.double().cpu().numpy()
-        results[name] = numbers_of_scores(mates_P, others_Pk[:, :10], num_gallery=len(members_G2))
+        results[name] = numbers_of_scores(
+            mates_P, others_Pk[:, :10], num_gallery=len(members_G2), published_tpir=published_tpir
+        )
         if name == "joined":
             impostors = -np.sort(-others_Pk[np.isfinite(others_Pk)])
             published = {fpir: published_ijb_tpir(mates_P, impostors, fpir) for fpir in _PUBLISHED_FPIR}
