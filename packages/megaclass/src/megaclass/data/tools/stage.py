@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -18,11 +19,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megaclass.data.loading.reader import BadImages
+from megaclass.data.sources.files import has_image_name
 from megaclass.data.sources.open_source import format_of
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
 from megaclass_launch.files import published_file, write_text
 
+_logger = logging.getLogger("megaclass.data")
 _LIST = ".staged.json"
 _LOCK = ".lock"
 _COPY_BYTES = 2**24
@@ -42,6 +46,7 @@ def stage(path: str, place: Path, on_progress: Progress | None = None) -> str:
     wanted = {f"{number}/{file.relative_to(part.folder)}": file for number, part in parts for file in part.files()}
     if not wanted:
         return path
+    wanted = _readable(wanted)
     # An identity without images has a label as well, so its folder is part of the copy.
     folders = sorted(f"{number}/{name}" for number, part in parts for name in part.folders())
     listed = {"files": {name: _size_and_time(file) for name, file in sorted(wanted.items())}, "folders": folders}
@@ -64,6 +69,25 @@ def stage(path: str, place: Path, on_progress: Progress | None = None) -> str:
         str(folder / f"{number}" / part.place.relative_to(part.folder)) if f"{number}" in copies else part.path
         for number, part in parts
     )
+
+
+def _readable(wanted: Mapping[str, Path]) -> dict[str, Path]:
+    """Leaves out files that cannot be read, such as links that lead nowhere: by the rule of all tools for bad images."""
+    images = {name for name in wanted if has_image_name(name)}
+    bad = BadImages.of_tool(len(images))
+    bad.add_read(len(images))
+    unreadable = [name for name, file in wanted.items() if not os.access(file, os.R_OK)]
+    for number, name in enumerate(unreadable):
+        if name not in images:
+            raise DataError(f"Cannot stage {wanted[name]}: it cannot be read.")
+        bad.add_bad(number, DataError(f"Cannot read {wanted[name]}: {_reason(wanted[name])}."))
+    if unreadable:
+        _logger.warning("%s of %s images cannot be read and are left out", f"{len(unreadable):,}", f"{len(images):,}")
+    return {name: file for name, file in wanted.items() if name not in unreadable}
+
+
+def _reason(file: Path) -> str:
+    return "the link leads to a file that does not exist" if file.is_symlink() and not file.exists() else "no permission"
 
 
 def unstage(place: Path) -> int:

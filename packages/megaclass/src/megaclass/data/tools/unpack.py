@@ -28,7 +28,7 @@ def unpack(
     if out.exists():
         raise DataError(f"{out} exists already: choose a folder that does not exist.")
     width = len(str(max(0, source.num_classes - 1)))
-    bad = BadImages.of_tool(source)
+    bad = BadImages.of_tool(source.num_images)
     with published_folder(out.resolve()) as unfinished:
         for index in range(source.num_images):
             label = int(source.labels[index])
