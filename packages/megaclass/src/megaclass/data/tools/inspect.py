@@ -52,7 +52,9 @@ class Inspection:
             for name, count in self.histogram
         ]
         sizes = ", ".join(f"{size}: {count:,}" for size, count in self.sizes[:5])
-        unreadable = f", {self.num_unreadable} unreadable: megaclass data verify names them" if self.num_unreadable else ""
+        unreadable = (
+            f", {self.num_unreadable} unreadable: megaclass data verify names them" if self.num_unreadable else ""
+        )
         lines = [
             self.what,
             f"images            {self.num_images:,}",

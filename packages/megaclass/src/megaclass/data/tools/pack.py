@@ -93,7 +93,9 @@ def pack(
             if bad.indices:
                 # Keys have no gaps, and the header states their number: the files are written again without these images.
                 sound = SubsetSource(source, np.delete(np.arange(source.num_images), sorted(bad.indices)))
-                packing = _Packing(sound, options, is_in_id2, num_threads, BadImages.of_tool(sound.num_images), on_progress)
+                packing = _Packing(
+                    sound, options, is_in_id2, num_threads, BadImages.of_tool(sound.num_images), on_progress
+                )
                 packing.write(unfinished)
             packing.write_class_names(unfinished, class_names)
     except OSError as error:

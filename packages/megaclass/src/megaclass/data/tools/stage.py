@@ -87,7 +87,9 @@ def _readable(wanted: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _reason(file: Path) -> str:
-    return "the link leads to a file that does not exist" if file.is_symlink() and not file.exists() else "no permission"
+    return (
+        "the link leads to a file that does not exist" if file.is_symlink() and not file.exists() else "no permission"
+    )
 
 
 def unstage(place: Path) -> int:
