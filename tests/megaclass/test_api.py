@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.forked import Forked, ended_ranks, run_forked
+from tests.forked import Forked, ended_ranks, run_forked, torchrun
 
 import megaclass
 from megaclass.cli.main import main
@@ -292,6 +292,15 @@ def test_under_a_launcher_every_process_is_one_rank_of_the_run(tmp_path, monkeyp
     assert [rank.returncode for rank in ranks] == [0, 0], ranks
     # The results are the work of rank 0, for which the other rank waits.
     assert [rank.stdout.splitlines()[-1] for rank in ranks] == ["2", "2"]
+
+
+@pytest.mark.ranks
+def test_one_script_under_torchrun_may_train_twice(tmp_path):
+    """torchrun's store keeps the addresses of the first group, at which nobody answers any more."""
+    script = _ENDLESS.replace("epochs=3000", "epochs=1").replace("print(run)", "print(run.resume(epochs=2))")
+    done = torchrun(2, _script, script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("TrainedRun(runs/demo: 12 steps") == 2, "each rank sees the results of both trainings"
 
 
 def test_an_unfinished_run_says_in_one_line_what_is_the_matter(tmp_path):
