@@ -168,6 +168,8 @@ def _drop_group_left_by_error() -> None:
             # NCCL's: unlike destroying it, this waits for no rank.
             dist.distributed_c10d._abort_process_group()
     _groups_of_this_process = itertools.count()
+
+
 _is_left_by_error = False
 
 

@@ -5,9 +5,11 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaclass.cli.clean import add_clean_commands
 from megaclass.errors import DataError
 from megaclass_launch.operating_system import num_cores
 from megaclass_launch.wire.plain_text import plain_lines
@@ -46,6 +48,7 @@ def add_data_commands(commands: "Commands") -> None:
 
     _add_split(below)
     _add_glyphs(below)
+    add_clean_commands(partial(_command, below))
 
     unpack = _command(below, "unpack", _unpack, "write any data as a folder of images, one subfolder per identity")
     unpack.add_argument("path", help=_DATA)
