@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaclass.cli.arguments import writing
 from megaclass.errors import DataError
+from megaclass.progress import bar_on_demand
 
 if TYPE_CHECKING:
     from megaclass.data.sources.source import ImageSource
@@ -13,41 +15,22 @@ if TYPE_CHECKING:
     from megaclass.inference import LoadedModel
 
 Result = tuple[int, dict[str, Any], str]
+CLEAN_COMMANDS = """
+clean: find mislabelled images, outliers and doubled identities with a trained model
+  model     path RUN    run folder, or a model file
+  --data    text        the data, as for data.path (default: the training data of the run)
+  --tests   path+ SET   labelled images or .bin files: training classes of which they have images are found as well
+  --out     path!       folder for findings.html and findings.tsv
+  --apply   path NEW    write the new set there, by findings.tsv if --out has one
+  @fit @device @json
 
-
-def add_clean_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds both commands; `command` makes a parser of a name, a function and a sentence."""
-    clean = command("clean", _clean, "find mislabelled images, outliers and doubled identities with a trained model")
-    clean.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
-    clean.add_argument("--data", help="the data, as for data.path (default: the training data of the run)")
-    clean.add_argument(
-        "--tests",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="SET",
-        help="labelled images or .bin files: training classes of which they have images are found as well",
-    )
-    merge = command(
-        "merge", _merge, "join sets: classes of the same name, or that look the same to a model, become one"
-    )
-    merge.add_argument("data", nargs="+", metavar="DATA", help="two or more sets, each as for data.path")
-    merge.add_argument(
-        "--like", type=Path, metavar="RUN", help="join classes that look the same to this model, instead of by name"
-    )
-    for parser in (clean, merge):
-        parser.add_argument("--out", type=Path, required=True, help="folder for findings.html and findings.tsv")
-        parser.add_argument(
-            "--apply", type=Path, metavar="NEW", help="write the new set there, by findings.tsv if --out has one"
-        )
-        parser.add_argument(
-            "--fit",
-            choices=("pad", "crop", "squash"),
-            help="how to fit images of another size (default: as in training)",
-        )
-        parser.add_argument(
-            "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto uses a GPU if there is one"
-        )
+merge: join sets: classes of the same name, or that look the same to a model, become one
+  data      text+ DATA  two or more sets, each as for data.path
+  --like    path RUN    join classes that look the same to this model, instead of by name
+  --out     path!       folder for findings.html and findings.tsv
+  --apply   path NEW    write the new set there, by findings.tsv if --out has one
+  @fit @device @json
+"""
 
 
 def _clean(options: argparse.Namespace) -> Result:
@@ -103,24 +86,21 @@ def _reviewed(
 ) -> Result:
     """Writes list and page, unless an earlier list is to be applied; with --apply writes the new set."""
     from megaclass.inference.clean import LIST, PAGE, apply, counts_of, read_list, write_review
-    from megaclass.progress import bar_on_demand
 
     listed = options.out / LIST
-    try:
+    with writing(options.out):
         if options.apply is None or not listed.exists():
             write_review(options.out, source, data, names, find())
         findings = read_list(listed, source)
-        counts = counts_of(findings)
-        text = ", ".join(f"{number:,} {kind}" for kind, number in counts.items() if number) or "nothing found"
-        text = f"{options.out / PAGE}: {text}"
-        result: dict[str, Any] = {"list": str(listed), "page": str(options.out / PAGE), **counts}
-        if options.apply is None:
-            text += f"\nChange what is wrong in {listed}, then write the new set with --apply FOLDER."
-            return 0, result, text
-        with bar_on_demand("writing the new set") as on_progress:
-            packed = apply(source, findings, options.apply, names, on_progress)
-    except OSError as error:
-        raise DataError(f"Cannot write {options.out}: {error.strerror or error}.") from error
+    counts = counts_of(findings)
+    text = ", ".join(f"{number:,} {kind}" for kind, number in counts.items() if number) or "nothing found"
+    text = f"{options.out / PAGE}: {text}"
+    result: dict[str, Any] = {"list": str(listed), "page": str(options.out / PAGE), **counts}
+    if options.apply is None:
+        text += f"\nChange what is wrong in {listed}, then write the new set with --apply FOLDER."
+        return 0, result, text
+    with bar_on_demand("writing the new set") as on_progress:
+        packed = apply(source, findings, options.apply, names, on_progress)
     text += f"\n{options.apply}: {packed.num_images:,} of {source.num_images:,} images"
     return 0, {**result, "out": str(options.apply), "num_images": packed.num_images}, text
 
@@ -138,3 +118,6 @@ def _load(path: Path, options: argparse.Namespace) -> "LoadedModel":
 
     is_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     return load(path, device="cuda" if is_gpu else "cpu")
+
+
+CLEANING = (_clean, _merge)

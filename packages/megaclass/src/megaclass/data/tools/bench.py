@@ -1,7 +1,5 @@
 """Measures images per second for each stage of loading: reading, decoding, collating, augmenting."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from megaclass.data.loader import BatchLoader
 from megaclass.data.order import rank_batch
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def bench_stages(
     batch: int,
     seconds: float,
     device: torch.device,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> list[StageSpeed]:
     """Runs each stage alone for `seconds`, over the same shuffled images."""
     batch = min(batch, source.num_images)
@@ -73,8 +72,7 @@ def bench_stages(
     try:
         for number, (name, work) in enumerate(stages, start=1):
             speeds.append(_measure(name, work, batch, seconds))
-            if on_progress is not None:
-                on_progress(number, len(stages))
+            on_progress(number, len(stages))
         return speeds
     finally:
         close = getattr(batches, "close", None)
