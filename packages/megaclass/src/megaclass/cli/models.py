@@ -31,6 +31,7 @@ evaluate: evaluate a model: classification, verification, templates, identificat
   --distractors    path        distractors of MegaFace: images, embeddings .npy or its feature files
   --training-data  text PATH   training data of the model, as for data.path: counts the images of each .bin file that it
                 contains, and gives the accuracy of --classify by the number of training images
+  --published-tpir  flag       IJB: TPIR with the threshold of InsightFace's ijb_evals.py, which lets one probe fewer pass
   --out            path        folder for evaluation.json (default: the run folder, if MODEL is one)
   @json @backbone @fit @resize @mirror @batch-size @threads @device @nproc
 
@@ -102,7 +103,7 @@ def add_model_commands(commands: "Commands") -> None:
 
 _GIVEN = (
     *("classify", "gallery", "probes", "queries", "distractors", "training_data", "out", "fit", "resize", "mirror"),
-    *("batch_size", "threads", "device", "backbone"),
+    *("batch_size", "threads", "device", "backbone", "published_tpir"),
 )
 """Options of the command that are arguments of `megaclass.evaluate`."""
 

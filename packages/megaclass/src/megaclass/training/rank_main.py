@@ -85,8 +85,18 @@ class RankContext:
         return self.commits is not None and self.commits.has_begun
 
 
-def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback] = ()) -> int:
-    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
+def train_as_rank(
+    config: Config,
+    world: World,
+    mode: StartMode,
+    callbacks: Sequence[Callback] = (),
+    *,
+    waits_for_results: bool = False,
+) -> int:
+    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop.
+
+    waits_for_results: return only once rank 0 has written the results, also on the other ranks.
+    """
     if not faulthandler.is_enabled():
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
@@ -98,6 +108,8 @@ def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequ
         if worker is None:
             code = _train_and_finish(context, process_group(world, device=config.train.device))
             assert code is not None, "only the ranks of elastic jobs change"
+            if waits_for_results and not world.is_main:
+                RunFolder(Path(config.train.run_dir)).wait_until_free()
             return code
         # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
