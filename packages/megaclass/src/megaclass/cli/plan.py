@@ -58,11 +58,18 @@ def _plan(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.capacity.job import PlannedJob, gpu_named
     from megaclass.capacity.plan import make_plan, plan_text
     from megaclass.config.read import load_config
+    from megaclass.data.sources.source import TensorSource
+    from megaclass.image_size import is_sequence
 
     config = load_config(options.recipe, options.settings)
     gpu = gpu_named(options.gpu)
     source = _source(config)
     num_classes, num_images = _sizes(config, source, options)
+    has_images = not isinstance(source, TensorSource)
+    if source is not None and is_sequence(source.image_size):
+        raise UserError(
+            f"No plan can be made for sequences, whose lengths decide the memory and time of a step: {source.describe()}."
+        )
     job = PlannedJob(
         config=config,
         gpu=gpu,
@@ -73,7 +80,7 @@ def _plan(options: argparse.Namespace, given: list[str]) -> int:
         image_size=_image_size(config, source),
         network=0.9 * options.network_gbit * 1e9 / 8,
     )
-    plan = make_plan(job, decode_rate=_decode_rate(source) if source is not None else None)
+    plan = make_plan(job, decode_rate=_decode_rate(source) if source is not None and has_images else None)
     print(json.dumps(plan, indent=1) if options.json else plan_text(plan, job))
     return 0 if plan["fits"] else 1
 

@@ -79,7 +79,10 @@ class DataConfig:
     """Training images."""
 
     path: str = field(metadata=MAY_CHANGE)
-    """Folder with train.rec, label.txt, tar shards or folders of identities (several: with commas); synthetic:C[xN]; debug."""
+    """Folder with train.rec, label.txt, tar shards or folders of identities (several: with commas); synthetic:C[xN]; debug.
+
+    Or a file of features, .npy or .safetensors.
+    """
     size: int | tuple[int, int] = 0
     """Input size of the model in pixels: one number for squares, or [height, width]; 0 uses the size of the first image."""
     fit: Literal["pad", "crop", "squash"] = "squash"
@@ -128,7 +131,10 @@ class BackboneConfig:
     """The network that computes embeddings of images."""
 
     name: str = "iresnet50"
-    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class."""
+    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class.
+
+    For features: none, linear or mlp.
+    """
     embedding_dim: int = field(default=512, metadata=within("in [2, 65536]"))
     """Number of dimensions of an embedding."""
     batch_norm: Literal["local", "sync"] = "local"
@@ -382,6 +388,8 @@ class Config:
         is_own = ":" in layers.name
         return (
             setting != "off"
+            # Too small to gain anything, or without parameters.
+            and layers.name not in ("none", "linear", "mlp")
             and (setting == "on" or not is_own)
             and self.train.accumulate == 1
             and layers.batch_norm == "local"

@@ -24,9 +24,10 @@ from torch import Tensor
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, pillow_to_rgb
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.data.sources.tensors import collated
 from megaclass.errors import DataError
-from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass.image_size import ImageSize, has_rows, height_and_width, shown_size
 from megaclass_launch.ranks.collectives import group_rank
 
 Floats = NDArray[np.float64]
@@ -122,6 +123,48 @@ class Images(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Features or sequences: samples that a network takes as they are, instead of images."""
+
+    image_size: ImageSize
+    """(1, W) or (0, W), of the model."""
+    source: ImageSource
+    resized: set[int] = field(default_factory=set)
+    """Always empty."""
+
+    def __len__(self) -> int:
+        return self.source.num_images
+
+    def name(self, index: int) -> str:
+        return self.source.name_of(index)
+
+    def content(self, index: int) -> Hashable:
+        return index
+
+    def pixels(self, index: int) -> Pixels:
+        raise DataError(f"{self.name(index)} is not an image.")
+
+    def inputs(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Returns the arguments of the network for these samples."""
+        assert isinstance(self.source, TensorSource)
+        samples, lengths = collated(self.source, np.asarray(indices, dtype=np.int64), self.name)
+        samples = samples.float() if samples.is_floating_point() else samples
+        return (samples,) if lengths is None else (samples, lengths)
+
+
+def images_of_source(source: ImageSource, image_size: ImageSize, fit: Fit | None) -> "Samples | SourceImages":
+    """Returns the images or samples of labelled data, for a model that takes samples of this size."""
+    given = source.image_size
+    if not isinstance(source, TensorSource) and not has_rows(image_size):
+        return SourceImages(source=source, image_size=image_size, fit=fit)
+    if not isinstance(source, TensorSource) or given != height_and_width(image_size):
+        raise DataError(
+            f"The model takes samples of {shown_size(image_size)}, but those of {source.describe()} have {shown_size(given)}."
+        )
+    return Samples(source=source, image_size=image_size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _FittedImages(ABC):
     """Images that are fitted to the size of the model, or refused without a fit."""
 
@@ -142,6 +185,10 @@ class _FittedImages(ABC):
         return index
 
     def pixels(self, index: int) -> Pixels:
+        if has_rows(self.image_size):
+            raise OtherSizeError(
+                f"{self.name(index)} is an image, but the model takes samples of {shown_size(self.image_size)}."
+            )
         image_HW3 = self._decoded(index)
         size = height_and_width(self.image_size)
         if image_HW3.shape[:2] == size:

@@ -19,7 +19,7 @@ from megaclass.errors import DataError
 from megaclass.evaluation.centres import ModelCentres
 from megaclass.evaluation.embed import OnProgress, embed_part
 from megaclass.evaluation.examples import DAMAGED, Examples, Judged, examples_of, images_of, packed, unpacked
-from megaclass.evaluation.images import SourceImages
+from megaclass.evaluation.images import Samples, SourceImages, images_of_source
 from megaclass.evaluation.results import read_arrays
 from megaclass.evaluation.search import GalleryShard, search_shard
 from megaclass.image_size import ImageSize
@@ -48,7 +48,7 @@ def examine_training_images(
 
     shown_classes: further classes of which a picture is kept.
     """
-    images = SourceImages(source=source, image_size=image_size, fit=fit)
+    images = images_of_source(source, image_size, fit)
     indices_N, embeddings_ND = _embedded_sample(network, images, device, centres.num_rows, on_progress)
     labels = np.asarray(source.labels)
     judged = _compared(indices_N, embeddings_ND, labels[indices_N], centres)
@@ -56,7 +56,11 @@ def examine_training_images(
 
 
 def _embedded_sample(
-    network: nn.Module, images: SourceImages, device: torch.device, num_rows: int, on_progress: OnProgress | None
+    network: nn.Module,
+    images: SourceImages | Samples,
+    device: torch.device,
+    num_rows: int,
+    on_progress: OnProgress | None,
 ) -> tuple[NDArray[np.int64], Tensor]:
     """Returns the numbers of the images that could be read in time, and their unit embeddings."""
     source = images.source

@@ -25,7 +25,7 @@ from megaclass.evaluation.report.templates import render
 from megaclass.evaluation.results import headline, read_results, remarks_on
 from megaclass.export import EXPORTERS
 from megaclass.export.check import Exporter, ExportJob
-from megaclass.image_size import shown_size, size_to_text
+from megaclass.image_size import has_rows, shown_size, size_to_text
 from megaclass.inference import LoadedModel, load
 from megaclass.inference.classes import with_added_classes
 from megaclass.inference.load import HUB_PREFIX, hub_library
@@ -103,7 +103,9 @@ def _config(model: LoadedModel, exporter: Exporter) -> dict[str, Any]:
         "image_size": model.image_size,
         **({"fit": model.treatment.fit} if model.treatment.fit is not None else {}),
         "mirror": model.treatment.mirror,
-        "input": "float32 (batch, 3, height, width), RGB, (x - 127.5) / 127.5",
+        "input": "float32 (batch, features)"
+        if has_rows(model.image_size)
+        else "float32 (batch, 3, height, width), RGB, (x - 127.5) / 127.5",
         "output": "float32 (batch, embedding_dim), not normalised",
     }
 

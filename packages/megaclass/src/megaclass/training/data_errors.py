@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from megaclass.data.loader import Batch
+from megaclass.data.loader import Batch, BatchLoader
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import HeadError
 from megaclass.head.faults import NO_CLASS
@@ -55,15 +54,9 @@ class DataErrors:
             raise self._error
 
 
-def batch_of_no_class(num_images: int, image_size: tuple[int, int]) -> Batch:
+def batch_of_no_class(num_images: int, loader: BatchLoader) -> Batch:
     """Returns the batch that stands for data that cannot be read.
 
     Every rank refuses it: on a CPU in the same forward, on a GPU some steps later, and nothing is updated until then.
     """
-    return Batch(
-        images=torch.zeros((num_images, 3, *image_size), dtype=torch.uint8),
-        labels=torch.full((num_images,), NO_CLASS),
-        indices=np.zeros(num_images, dtype=np.int64),
-        epoch=0,
-        step=0,
-    )
+    return loader.blank(num_images, NO_CLASS)

@@ -62,7 +62,7 @@ def train(
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=schedule.num_steps - first_step)
     # After an error in its data a rank keeps sending this batch, so no other rank waits for it (data_errors.py).
-    refused = batch_of_no_class(-(-config.train.global_batch // run.world.size), loader.image_size)
+    refused = batch_of_no_class(-(-config.train.global_batch // run.world.size), loader)
     model.parallel.train()
     with ExitStack() as held:
         between.open(held)

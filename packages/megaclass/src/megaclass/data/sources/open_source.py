@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from megaclass.data.sources.features import FeatureFormat
 from megaclass.data.sources.files import FolderFormat, ListFormat, has_image_name
 from megaclass.data.sources.in_memory import DebugSource, DrawnSource, SyntheticFormat
 from megaclass.data.sources.joined import JoinedSource
@@ -55,6 +56,7 @@ FORMATS: list[type[SourceFormat]] = [
     SyntheticFormat,
     DebugFormat,
     JoinedFormat,
+    FeatureFormat,
     RecordFormat,
     ListFormat,
     TarFormat,

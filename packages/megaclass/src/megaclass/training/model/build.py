@@ -16,11 +16,11 @@ from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
 from megaclass.data.sources.source import ImageSource
-from megaclass.distributed.data_parallel import data_parallel, exact_average
+from megaclass.distributed.data_parallel import NothingToAverage, data_parallel, exact_average
 from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
-from megaclass.image_size import ImageSize, compact_size, height_and_width
+from megaclass.image_size import ImageSize, compact_size, has_rows, height_and_width, input_shape
 from megaclass.training.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.training.model.precision import Ema, LossScale, Precision, RunningStatistics, choose_precision
@@ -37,7 +37,7 @@ class Model:
     """Backbone, head and their optimizers: everything that a checkpoint must hold."""
 
     backbone: nn.Module
-    parallel: DistributedDataParallel
+    parallel: DistributedDataParallel | NothingToAverage
     """The backbone in DDP, which averages its gradients over the ranks; compiled, or replayed as CUDA graphs, by settings."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
@@ -112,7 +112,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     )
     called = backbone
     if config.is_compiled(on_gpu=device.type == "cuda"):
-        called = _compiled(backbone, image_size)
+        called = _compiled(backbone, image_size, device)
     elif config.may_replay_backbone() and can_capture(device, backbone):
         called = GraphedBackbone(backbone, config.train.cuda_graph, world.size)
     parallel = data_parallel(called)
@@ -192,10 +192,10 @@ def _build_backbone(
     return backbone, dropouts
 
 
-def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
+def _compiled(backbone: nn.Module, image_size: ImageSize, device: torch.device) -> nn.Module:
     """Returns the compiled backbone, or the backbone itself if compiling fails; tries two images, because compiling is lazy."""
-    device = next(backbone.parameters()).device
-    images = torch.zeros((2, 3, *height_and_width(image_size)), device=device).to(memory_format=torch.channels_last)
+    images = torch.zeros((2, *input_shape(image_size)), device=device)
+    images = images if has_rows(image_size) else images.to(memory_format=torch.channels_last)
     # Static shapes: otherwise a second batch size would make the dimension dynamic, and the kernels slower.
     compiled = torch.compile(backbone, dynamic=False)
     was_training = backbone.training
@@ -215,12 +215,12 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
 def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     # Fused optimizers read `found_inf` on the device, so a bad step is skipped without waiting for the host.
-    fused = parameters[0].device.type == "cuda"
+    fused = bool(parameters) and parameters[0].device.type == "cuda"
+    # As a group, because torch refuses a list of no parameters: features need not pass a layer.
+    groups = [{"params": parameters}]
     if config.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
-    sgd = torch.optim.SGD(
-        parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
-    )
+        return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
     if config.momentum:
         # The fused optimizer would create its buffers uninitialised in the first step, and keep them if that is skipped.
         for parameter in parameters:
