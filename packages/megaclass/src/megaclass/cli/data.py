@@ -176,6 +176,8 @@ def _command(
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
     def run_and_print(options: argparse.Namespace, given: list[str]) -> int:
+        if name not in ("stage", "inspect"):
+            _refuse_features(name, str(getattr(options, "path", "")))
         code, result, text = run(options)
         # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
         print(json.dumps(result, indent=1) if options.json else plain_lines(text))
@@ -183,6 +185,13 @@ def _command(
 
     parser.set_defaults(run=run_and_print)
     return parser
+
+
+def _refuse_features(command: str, path: str) -> None:
+    from megaclass.data.sources.features import FeatureFormat
+
+    if FeatureFormat.matches(path):
+        raise DataError(f"megaclass data {command} is for images, but {path} is a file of features.")
 
 
 def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

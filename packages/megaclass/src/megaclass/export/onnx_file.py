@@ -32,11 +32,9 @@ _FILE = "model.onnx"
 _USAGE = """```python
 import numpy as np
 import onnxruntime
-from PIL import Image
 
 session = onnxruntime.InferenceSession("model.onnx")
-pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
-batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
+{batch}
 embedding = session.run(["embedding"], {"input": batch})[0]
 ```"""
 
@@ -179,12 +177,10 @@ _CLASSIFIER_FILE, _NAMES_FILE, _TOP = "classifier.onnx", "classes.txt", 5
 _CLASSIFIER_USAGE = """```python
 import numpy as np
 import onnxruntime
-from PIL import Image
 
 names = open("classes.txt", encoding="utf-8").read().splitlines()
 session = onnxruntime.InferenceSession("classifier.onnx")
-pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
-batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
+{batch}
 classes, cosines = session.run(["class", "cosine"], {"input": batch})
 print([names[number] for number in classes[0]], cosines[0])
 ```"""

@@ -15,7 +15,7 @@ from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.errors import CheckpointError
-from megaclass.image_size import ImageSize, has_rows, height_and_width, shown_size, size_from_text
+from megaclass.image_size import ImageSize, has_rows, height_and_width, input_shape, shown_size, size_from_text
 from megaclass.inference.loaded_model import ImageTreatment, LoadedModel, OnnxNetwork
 from megaclass.inference.thresholds import read_config
 from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone
@@ -251,7 +251,7 @@ def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
         network=network,
         backbone="onnx",
         image_size=image_size,
-        embedding_dim=network(torch.zeros(1, 3, *height_and_width(image_size))).shape[1],
+        embedding_dim=network(torch.zeros(1, *input_shape(image_size))).shape[1],
         device=device,
         treatment=ImageTreatment.of(network.metadata),
     )

@@ -59,14 +59,16 @@ class OnnxNetwork(nn.Module):
         # not UTF-8 or numbers that are too large.
         except Exception as error:
             raise CheckpointError(f"Cannot open {path} as an ONNX model: {error}") from error
-        if len(shapes) != 1 or len(shapes[0][1]) != 4 or shapes[0][1][1] != 3 or not outputs:
+        sizes = shapes[0][1] if len(shapes) == 1 else []
+        has_features = len(sizes) == 2 and isinstance(sizes[1], int)
+        if not outputs or not (has_features or (len(sizes) == 4 and sizes[1] == 3)):
             shown = ", ".join(f"{name} {shape}" for name, shape in shapes) or "nothing"
             raise CheckpointError(
-                f"{path} takes {shown} and has {len(outputs)} output(s): expected one input of shape (batch, 3, height, width) "
-                f"and an output of shape (batch, embedding size)."
+                f"{path} takes {shown} and has {len(outputs)} output(s): expected one input of shape (batch, 3, height, "
+                f"width), or (batch, features), and an output of shape (batch, embedding size)."
             )
         self._path, self._input, self._output = path, inputs[0].name, outputs[0].name
-        batch, _, height, width = shapes[0][1]
+        batch, (height, width) = sizes[0], (1, sizes[1]) if has_features else sizes[2:]
         is_fixed = isinstance(height, int) and isinstance(width, int)
         self.image_size: ImageSize | None = compact_size((height, width)) if is_fixed else None
         # Some published files have a fixed batch size, mostly 1.
@@ -143,8 +145,8 @@ class LoadedModel:
     """Temperature and rejection of classification, as config.json of an exported model states them."""
 
     def __repr__(self) -> str:
-        size = shown_size(self.image_size)
-        return f"LoadedModel({self.name}: {self.backbone}, images of {size}, {self.embedding_dim} numbers, on {self.device})"
+        size = f"{'samples' if has_rows(self.image_size) else 'images'} of {shown_size(self.image_size)}"
+        return f"LoadedModel({self.name}: {self.backbone}, {size}, {self.embedding_dim} numbers, on {self.device})"
 
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Returns (B, D), not normalised, of (B, 3, H, W) images in [-1, 1]; gradients as torch's mode says."""

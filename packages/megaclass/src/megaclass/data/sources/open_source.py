@@ -76,6 +76,11 @@ def check_source(path: Path | str) -> None:
     format_of(path).check()
 
 
+def has_notation(path: str) -> bool:
+    """Returns True for data that is named by a notation, such as synthetic:100, instead of a path."""
+    return any(candidate.notation and candidate.matches(path) for candidate in FORMATS)
+
+
 def format_of(path: Path | str) -> SourceFormat:
     """Returns the format of the data at a path, not opened yet."""
     text, place = str(path), Path(path)

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_batch, image_dimensions
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.errors import DataError
+from megaclass.image_size import has_rows, shown_size
 
 _NUM_SIZED = 2000
 _NUM_SURVEYED = 1000
@@ -68,7 +69,7 @@ class Inspection:
 
 
 def inspect_source(source: ImageSource, on_progress: Callable[[int, int], None] | None = None) -> Inspection:
-    labels, counts = np.unique(source.labels, return_counts=True)
+    labels, counts = np.unique(source.labels[source.labels >= 0], return_counts=True)
     looked_at = np.unique(np.linspace(0, source.num_images - 1, _NUM_SIZED).astype(np.int64))
     sizes: Counter[str] = Counter()
     num_bytes = 0
@@ -77,10 +78,12 @@ def inspect_source(source: ImageSource, on_progress: Callable[[int, int], None] 
             on_progress(number, len(looked_at))
         try:
             encoded = source.read(index)
-            height, width = image_dimensions(encoded, source.name_of(index))
+            size = source.image_size
+            if not isinstance(source, TensorSource):
+                size = image_dimensions(encoded, source.name_of(index))
         except DataError:
             continue
-        sizes[f"{width} × {height}"] += 1
+        sizes[shown_size(size) if has_rows(size) else f"{size[1]} × {size[0]}"] += 1
         num_bytes += len(encoded)
     num_readable = sum(sizes.values())
     return Inspection(

@@ -25,7 +25,7 @@ from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.choose import choose_processes
 from megaclass.data.loading.pool import LoaderSettings
-from megaclass.data.sources.open_source import check_source, open_source
+from megaclass.data.sources.open_source import check_source, has_notation, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource, TensorSource, first_labels, require_one_label
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage
@@ -128,7 +128,7 @@ def make_data(config: Config) -> None:
         check_source(path)
     near = [one.name for one in sets_in_training(path, ())]
     for name in config.train.evaluate_sets:
-        if name not in near and not Path(name).exists():
+        if name not in near and not (Path(name).exists() or has_notation(name)):
             there = f"those next to it are {', '.join(near)}" if near else "there is no .bin file next to it"
             raise ConfigError(
                 f"train.evaluate_sets names {name}, but there is no {name}.bin next to the data at {path}: {there}. "
