@@ -11,6 +11,7 @@ best possible one.
 """
 
 import argparse
+import itertools
 import zlib
 from pathlib import Path
 
@@ -29,7 +30,7 @@ TITLES_PER_LABEL = 12
 def hashed(title: str) -> Tensor:
     """Returns the buckets of the words and of the pairs of neighbours (T,); bucket 0 is left to the padding."""
     words = title.split()
-    parts = [*words, *(f"{one} {other}" for one, other in zip(words, words[1:], strict=False))]
+    parts = [*words, *(f"{one} {other}" for one, other in itertools.pairwise(words))]
     return torch.tensor([1 + zlib.crc32(part.encode()) % (NUM_BUCKETS - 1) for part in parts])
 
 
