@@ -5,8 +5,8 @@
     python benchmarks/features.py … --out benchmarks/features.md               # also write the table
 
 The features are drawn: a direction per class, and noise. Both sides read random rows of the mapped file, or all of them
-from the memory of the GPU (`data.on_gpu`), and train a linear layer, a CosFace margin and SGD with momentum. The plain loop forms
-all logits. Each runs STEPS steps after a warm-up; an epoch is extrapolated from them.
+from the memory of the GPU (`data.on_gpu`), and train a linear layer, a CosFace margin and SGD with momentum. The plain loop
+forms all logits. Each runs STEPS steps after a warm-up; an epoch is extrapolated from them.
 """
 
 import argparse

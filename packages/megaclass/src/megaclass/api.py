@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaclass.backbones import check_backbone
+from megaclass.backbones import OF_FEATURES, check_backbone
 from megaclass.config.read import is_data, load_config, load_config_values, overrides_of, to_toml, value_given
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
@@ -276,7 +276,9 @@ def _train_here(config: Config, world: World, mode: StartMode, callbacks: Sequen
 
 def _check_settings(config: Config) -> None:
     """Builds what needs no data, for its errors: a typing mistake should not cost the start of the ranks."""
-    check_backbone(config.backbone.name, config.data.size or (config.synth.size if config.synth.identities else None))
+    name, size = config.backbone.name, config.data.size or (config.synth.size if config.synth.identities else None)
+    # Whether the data fits a backbone for features is known when it is open.
+    check_backbone(name, None if name in OF_FEATURES else size)
     build_margin(config.head)
     parse_augment(config.data.augment)
 
