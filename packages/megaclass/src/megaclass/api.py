@@ -174,7 +174,7 @@ def fit(
     features: path of a .npy or .safetensors file with labels, which is mapped into memory (docs/other-fields.md); or a matrix
         (N, W), which is first written into the folder RUN_DIR-data: a matrix of more than half the memory is given as a file.
     labels: integers or names (N,), or integers (N, K) for several labels per row with -1 after the last one; None for a file.
-    overrides, overwrite, settings: as for `train`.
+    overrides: as for `train`, and so are overwrite and settings.
     backbone: "linear", "mlp", or "none", with which the features themselves are compared with the class centres.
     """
     is_file = isinstance(features, str | Path)
