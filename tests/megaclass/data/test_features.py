@@ -7,7 +7,7 @@ from megaclass.cli.main import main
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.features import FeatureSource, write_features
 from megaclass.data.sources.open_source import check_source, format_of, open_source
-from megaclass.data.sources.tensors import GivenSamples, collated
+from megaclass.data.sources.tensors import collated, given_samples
 from megaclass.errors import DataError
 
 NUM_ROWS, WIDTH = 40, 6
@@ -94,6 +94,8 @@ def test_names_of_classes_lie_next_to_the_file(tmp_path, rows):
     assert format_of(path).class_names() == [b"class 0", b"class 1", b"class 2", b"class 3", b"class 4"]
     np.testing.assert_array_equal(open_source(path).labels, rows[1])
     assert set(format_of(path).files()) == {path, tmp_path / "classes.txt"}
+    # Held-out rows in the same folder, without the last class.
+    assert open_source(written(tmp_path, rows[0][:3], rows[1][:3])).num_classes == 5
 
 
 def test_several_labels_end_with_minus_one(tmp_path, rows):
@@ -140,10 +142,12 @@ def test_features_and_labels_that_do_not_fit_are_refused_with_the_reason(tmp_pat
 
 
 def test_missing_and_damaged_files_are_named(tmp_path, rows):
-    with pytest.raises(DataError, match=r"There is no file .*nothing\.npy: expected a matrix of features"):
+    with pytest.raises(DataError, match=r"There is no file .*nothing\.npy: expected features"):
         check_source(tmp_path / "nothing.npy")
     np.save(tmp_path / "x.npy", rows[0])
-    with pytest.raises(DataError, match=r"There is no file .*x\.labels\.npy: expected the labels of .*x\.npy"):
+    with pytest.raises(
+        DataError, match=r"There is no file .*x\.labels\.npy: expected integers .*, the labels of .*x\.npy"
+    ):
         open_source(tmp_path / "x.npy")
     np.save(tmp_path / "x.labels.npy", rows[1])
     (tmp_path / "x.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-40])
@@ -228,7 +232,7 @@ class Odd(Sequences):
 def test_sequences_that_cannot_form_a_batch_are_named(samples, says):
     source = Odd(samples)
     with pytest.raises(DataError, match=says):
-        collated(source, np.arange(2), source.name_of)
+        collated(source.tensors, np.arange(2), source.name_of)
 
 
 def test_sequences_are_not_kept_on_the_device():
@@ -260,7 +264,7 @@ def test_features_may_be_kept_on_the_device(tmp_path, rows):
 )
 def test_samples_that_a_model_cannot_take_are_refused(given, size, says):
     with pytest.raises(DataError, match=says):
-        GivenSamples(given, size)
+        given_samples(given, size)
 
 
 @pytest.mark.parametrize("command", ["verify", "bench"])

@@ -232,7 +232,7 @@ class BatchLoader:
         indices = np.zeros(num_images, dtype=np.int64)
         images, lengths = torch.zeros((num_images, 3, *self.image_size), dtype=torch.uint8), None
         if isinstance(self.source, TensorSource):
-            images, lengths = collated(self.source, indices, self.source.name_of)
+            images, lengths = collated(self.source.tensors, indices, self.source.name_of)
         return Batch(images, labels, indices, 0, 0, self._treatment(0, 0), lengths=lengths)
 
     def load(self, epoch: int, step: int) -> Batch:
@@ -257,7 +257,7 @@ class BatchLoader:
     def _load(self, reader: BatchReader, epoch: int, step: int) -> Batch:
         if isinstance(self.source, TensorSource):
             wanted_B = rank_batch(reader.order, epoch, step, reader.plan.rank, reader.plan.world_size)
-            samples, lengths = collated(self.source, wanted_B, self.source.name_of)
+            samples, lengths = collated(self.source.tensors, wanted_B, self.source.name_of)
             self.bad_images.add_read(len(wanted_B))
             labels = torch.from_numpy(self.source.labels[wanted_B])
             return Batch(samples, labels, wanted_B, epoch, step, None, lengths=lengths)

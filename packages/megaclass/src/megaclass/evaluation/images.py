@@ -11,7 +11,7 @@ import io
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, 
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
 from megaclass.data.sources.source import ImageSource, TensorSource
-from megaclass.data.sources.tensors import collated
+from megaclass.data.sources.tensors import ReadSamples, collated, given_samples
 from megaclass.errors import DataError
 from megaclass.image_size import ImageSize, has_rows, height_and_width, shown_size
 from megaclass_launch.ranks.collectives import group_rank
@@ -124,19 +124,28 @@ class Images(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Features or sequences: samples that a network takes as they are, instead of images."""
+    """Features or sequences, which a network takes as they are."""
 
     image_size: ImageSize
     """(1, W) or (0, W), of the model."""
-    source: ImageSource
+    num_samples: int
+    read: ReadSamples
+    name: Callable[[int], str] = "sample {}".format
     resized: set[int] = field(default_factory=set)
     """Always empty."""
 
-    def __len__(self) -> int:
-        return self.source.num_images
+    @classmethod
+    def given(cls, given: object, image_size: ImageSize) -> "Samples":
+        """Returns what a caller gives: a matrix of features, or a list of sequences."""
+        rows = given_samples(given, image_size)
+        return cls(
+            image_size=image_size,
+            num_samples=len(rows),
+            read=lambda indices: rows[indices] if isinstance(rows, Tensor) else [rows[index] for index in indices],
+        )
 
-    def name(self, index: int) -> str:
-        return self.source.name_of(index)
+    def __len__(self) -> int:
+        return self.num_samples
 
     def content(self, index: int) -> Hashable:
         return index
@@ -146,8 +155,7 @@ class Samples:
 
     def inputs(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Returns the arguments of the network for these samples."""
-        assert isinstance(self.source, TensorSource)
-        samples, lengths = collated(self.source, np.asarray(indices, dtype=np.int64), self.name)
+        samples, lengths = collated(self.read, np.asarray(indices, dtype=np.int64), self.name)
         samples = samples.float() if samples.is_floating_point() else samples
         return (samples,) if lengths is None else (samples, lengths)
 
@@ -161,7 +169,7 @@ def images_of_source(source: ImageSource, image_size: ImageSize, fit: Fit | None
         raise DataError(
             f"The model takes samples of {shown_size(image_size)}, but those of {source.describe()} have {shown_size(given)}."
         )
-    return Samples(source=source, image_size=image_size)
+    return Samples(image_size=image_size, num_samples=source.num_images, read=source.tensors, name=source.name_of)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from megaclass.data.decode import Fit
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.sources.tensors import GivenSamples
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.centres import CENTRES_FILE, ClassShard, ModelCentres, read_exported_centres, read_run_centres
 from megaclass.evaluation.embed import OnBad, embed_part
@@ -189,7 +188,7 @@ class LoadedModel:
         batch_size: images per batch; None chooses it by the device.
         """
         if has_rows(self.image_size):
-            samples = Samples(source=GivenSamples(images, self.image_size), image_size=self.image_size)
+            samples = Samples.given(images, self.image_size)
             return self.embed_source(samples, mirror=False, batch_size=batch_size)
         fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
         given = listed_images(images)

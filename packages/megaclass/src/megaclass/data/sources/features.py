@@ -9,9 +9,9 @@ Labels are integers: (N,), or (N, K) for several labels per row, with -1 after t
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ FEATURE_SUFFIXES = (".npy", ".safetensors")
 class FeatureSource:
     """Rows of a matrix, each with one label or several."""
 
-    def __init__(self, features_NW: Tensor, labels: NDArray[np.int64], path: Path) -> None:
+    def __init__(self, features_NW: Tensor, labels: NDArray[np.int64], path: Path, num_names: int = 0) -> None:
         self.features_NW, self.labels, self.path = features_NW, labels, path
         self.num_images = len(labels)
-        self.num_classes = int(labels.max()) + 1
+        self.num_classes = max(num_names, int(labels.max()) + 1)
         self.image_size = (1, features_NW.shape[1])
 
     def tensors(self, indices: NDArray[np.int64]) -> Tensor:
@@ -69,21 +69,13 @@ class FeatureFormat(SourceFormat):
     def check(self) -> None:
         for file in (self.place, *self._labels_file()):
             if not file.is_file():
-                expected = (
-                    f"the labels of {self.place}, integers (N,) or (N, K) with -1 after the last one"
-                    if file != self.place
-                    else "a matrix of features"
-                )
+                expected = f"integers (N,) or (N, K), the labels of {self.place}" if file != self.place else "features"
                 raise DataError(f"There is no file {file}: expected {expected}.")
 
     def open(self) -> FeatureSource:
-        where = str(self.place)
-        if self.place.suffix == ".npy":
-            (labels_file,) = self._labels_file()
-            features, labels = _mapped_array(self.place), _mapped_array(labels_file)
-        else:
-            features, labels = _mapped_tensors(self.place)
-        return FeatureSource(*checked(features, labels, where), self.place)
+        features, labels = [tensor for file in (self.place, *self._labels_file()) for tensor in _mapped(file)]
+        # A part that is held out may lack the last classes.
+        return FeatureSource(*checked(features, labels, str(self.place)), self.place, len(self.class_names() or ()))
 
     def _labels_file(self) -> tuple[Path, ...]:
         return (self.place.with_suffix(".labels.npy"),) if self.place.suffix == ".npy" else ()
@@ -121,40 +113,24 @@ def _name_of(tensor: Tensor) -> str:
     return f"dtype {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _mapped_array(path: Path) -> Tensor:
-    def read() -> Tensor:
-        with warnings.catch_warnings():
-            # The mapping is read-only, and nothing writes to it.
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return torch.from_numpy(np.load(path, mmap_mode="r", allow_pickle=False))
-
-    return _readable(path, "a NumPy array of numbers", read)
-
-
-def _mapped_tensors(path: Path) -> tuple[Tensor, Tensor]:
+def _mapped(path: Path) -> list[Tensor]:
+    """Returns the array of a .npy file, or features and labels of a .safetensors file, as views of the mapped file."""
     from safetensors import SafetensorError, safe_open
 
-    def read() -> tuple[Tensor, Tensor]:
-        try:
-            with safe_open(path, framework="pt") as file:
-                if missing := {"features", "labels"} - set(file.keys()):
-                    raise ValueError(f"it has no tensor {' and no tensor '.join(sorted(missing))}")
-                # Tensors on the CPU are views of the mapped file.
-                return file.get_tensor("features"), file.get_tensor("labels")
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
-
-    return _readable(path, "tensors `features` (N, W) and `labels`", read)
-
-
-T = TypeVar("T")
-
-
-def _readable(path: Path, expected: str, read: Callable[[], T]) -> T:
+    is_array = path.suffix == ".npy"
     try:
-        return read()
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError) as error:
+        if is_array:
+            with warnings.catch_warnings():
+                # The mapping is read-only, and nothing writes to it.
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+                return [torch.from_numpy(np.load(path, mmap_mode="r", allow_pickle=False))]
+        with safe_open(path, framework="pt") as file:
+            if missing := {"features", "labels"} - set(file.keys()):
+                raise ValueError(f"it has no tensor {' and no tensor '.join(sorted(missing))}")
+            return [file.get_tensor("features"), file.get_tensor("labels")]
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        expected = "a NumPy array of numbers" if is_array else "tensors `features` (N, W) and `labels`"
         raise DataError(f"Cannot read {path}: {reason}. Expected {expected}.") from error
 
 
