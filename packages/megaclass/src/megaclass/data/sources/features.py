@@ -53,7 +53,7 @@ class FeatureSource:
 class FeatureFormat(SourceFormat):
     """A .safetensors file of features and labels, or a .npy file of features with its labels next to it."""
 
-    suffix = " or ".join(FEATURE_SUFFIXES)
+    suffix = ", ".join(FEATURE_SUFFIXES)
 
     @classmethod
     def matches(cls, path: str) -> bool:

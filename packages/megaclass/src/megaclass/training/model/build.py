@@ -1,6 +1,7 @@
 """Builds the model from the settings: backbone, head, optimizer, precision."""
 
 import difflib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -112,7 +113,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     )
     called = backbone
     if config.is_compiled(on_gpu=device.type == "cuda"):
-        called = _compiled(backbone, image_size, device)
+        called = _compiled(backbone, image_size)
     elif config.may_replay_backbone() and can_capture(device, backbone):
         called = GraphedBackbone(backbone, config.train.cuda_graph, world.size)
     parallel = data_parallel(called)
@@ -192,8 +193,9 @@ def _build_backbone(
     return backbone, dropouts
 
 
-def _compiled(backbone: nn.Module, image_size: ImageSize, device: torch.device) -> nn.Module:
+def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
     """Returns the compiled backbone, or the backbone itself if compiling fails; tries two images, because compiling is lazy."""
+    device = next(itertools.chain(backbone.parameters(), backbone.buffers())).device
     images = torch.zeros((2, *input_shape(image_size)), device=device)
     images = images if has_rows(image_size) else images.to(memory_format=torch.channels_last)
     # Static shapes: otherwise a second batch size would make the dimension dynamic, and the kernels slower.
