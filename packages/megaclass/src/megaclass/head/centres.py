@@ -155,15 +155,6 @@ class Centres:
             rows_ND.copy_((F.normalize(turned_ND) * lengths_N).where(is_given_N, old_ND))
         self.overwrite_check.renew()
 
-    def cosines_to(self, unit_MD: Tensor) -> Tensor:
-        """Returns the (K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
-        best = []
-        # In blocks of whole classes: normalising all centres at once would need as much memory again.
-        for block in self.weight_RD.split(max(1, (1 << 16) // self.num_subcentres) * self.num_subcentres):
-            cosines = unit_rows(block, self.work_dtype)[0] @ unit_MD.T
-            best.append(cosines.unflatten(0, (-1, self.num_subcentres)).amax((1, 2)))
-        return torch.cat(best)
-
     def update_(
         self,
         rows: slice | Tensor,

@@ -1,6 +1,6 @@
 """The classifier: embeddings -> loss. Its classes are split over the ranks, and a share of them takes part in each step.
 
-This file is the whole public class. The arithmetic of a step is in step.py, cpu/step.py and gpu/step.py.
+This file is the whole public class. The arithmetic of a step is in plain_step.py and gpu/step.py.
 
 State of a step: `_open_step` (OpenStep in step.py) holds the draw that begin_step() makes for all forwards, and what the
 update needs of each backward. step() and abandon_step() form a new one and advance `step_count`, which every rank counts
@@ -29,7 +29,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,14 +37,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megaclass.errors import HeadError
+from megaclass.head import chunked
 from megaclass.head import state_dict as head_state
 from megaclass.head.centres import STORAGE_DTYPES, Centres, ClassRange, class_range
-from megaclass.head.cpu import chunked
-from megaclass.head.cpu.step import PlainStep
 from megaclass.head.faults import FaultWatch
 from megaclass.head.followed_scaler import FollowedScaler, check_unscaled
 from megaclass.head.gather_batch import GlobalBatch, gather_batch
 from megaclass.head.margins import CurricularFace, Margin
+from megaclass.head.plain_step import PlainStep
 from megaclass.head.problem import Kernel, rows_of_classes, unit_rows
 from megaclass.head.row_optimizers import RowOptimizer
 from megaclass.head.sampling import SampleRate, rate_schedule
@@ -66,12 +66,6 @@ from megaclass.head.step import ForBackward, HeadStats, LossPart, OpenStep, Step
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size, sum_over_ranks_
 from megaclass_launch.ranks.gloo_exit import end_gloo_at_exit
 
-if TYPE_CHECKING:
-    from megaclass.head.gpu.step import FusedStep
-
-
-StepEngine: TypeAlias = "PlainStep | FusedStep"
-"""The class that computes the steps of one head. The step number is the head's and comes with every call."""
 _FUSED = "triton_fused"
 # Classes that are compared with embeddings at a time.
 _BLOCK_CLASSES = 1 << 16
@@ -209,7 +203,7 @@ class PartialFC(nn.Module):
         self._start_engine(*chosen)
         self._follows_embeddings = follows_embeddings
 
-    def _start_engine(self, engine: type[StepEngine], kernel: Kernel) -> None:
+    def _start_engine(self, engine: type[PlainStep], kernel: Kernel) -> None:
         """Forms what depends on the device and dtype of the centres, and on nothing else."""
         faults = FaultWatch(self.device)
         faults.is_scaled = self._scaler is not None
@@ -394,7 +388,8 @@ class PartialFC(nn.Module):
         if not 1 <= k < self.num_classes:
             raise HeadError(f"nearest() was asked for k={k}: it must lie in [1, {self.num_classes - 1}].")
         own = self.centres(torch.tensor([class_id])).reshape(-1, self.embedding_dim)
-        cosines_K = self.store.cosines_to(unit_rows(own, self.store.work_dtype)[0])
+        unit_MD = unit_rows(own, self.store.work_dtype)[0]
+        cosines_K = torch.cat([cosines.amax(0) for _, cosines in self._cosine_blocks(unit_MD)])
         if self.classes.start <= class_id < self.classes.stop:
             cosines_K[class_id - self.classes.start] = -torch.inf
         top = cosines_K.topk(min(k, len(cosines_K)))
@@ -597,7 +592,7 @@ class PartialFC(nn.Module):
             self._follows_embeddings = False
         return self
 
-    def _choose_engine(self, weight: Tensor) -> tuple[type[StepEngine], Kernel]:
+    def _choose_engine(self, weight: Tensor) -> tuple[type[PlainStep], Kernel]:
         return choose_engine(self.settings.kernel, weight.device, margin=self.settings.margin, dtype=weight.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -671,7 +666,7 @@ class _HeadLoss(torch.autograd.Function):
 
 def choose_engine(
     name: str, device: torch.device, *, margin: Margin, dtype: torch.dtype
-) -> tuple[type[StepEngine], Kernel]:
+) -> tuple[type[PlainStep], Kernel]:
     """Returns the step and the kernel for a name; `auto` is the fastest that this device has for these settings.
 
     dtype: of the stored centres. On a GPU a warning says why `auto` is not the fused kernel.

@@ -110,22 +110,6 @@ def prepare_images(
 
 
 @triton.jit
-def find_slots(slots, classes, num_entries, num_images, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Local class ids -> their places among the ascending classes that take part, in place; -1 stays."""
-    images = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_image = images < num_images
-    local = tl.load(slots + images, mask=is_image, other=-1)
-    low = tl.zeros((BLOCK,), tl.int32)
-    high = tl.zeros((BLOCK,), tl.int32) + num_entries
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        is_below = tl.load(classes + middle, mask=middle < num_entries, other=2**31) < local
-        low = tl.where(is_below & (low < high), middle + 1, low)
-        high = tl.where(is_below, high, middle)
-    tl.store(slots + images, tl.where(local >= 0, low.to(tl.int64), -1), mask=is_image)
-
-
-@triton.jit
 def note_faults(
     first_fault,  # (6,) int64, in and out
     words,

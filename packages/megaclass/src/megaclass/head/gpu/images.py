@@ -135,22 +135,6 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> G
     )
 
 
-def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
-    """Replaces local class ids by their places among classes_S, in place."""
-    if slots_G.shape[0]:
-        steps = classes_S.shape[0].bit_length() + 1
-        launch(
-            image_programs.find_slots,
-            -(-slots_G.shape[0] // 128),
-            slots_G,
-            classes_S,
-            classes_S.shape[0],
-            slots_G.shape[0],
-            STEPS=steps,
-            BLOCK=128,
-        )
-
-
 def note_faults(
     first_fault: Tensor,
     gathered: Gathered,
