@@ -17,7 +17,6 @@ from torch import Tensor
 from megaclass.errors import HeadError
 from megaclass.head.centres import Centres
 from megaclass.head.faults import FaultWatch
-from megaclass.head.margins import Margin
 from megaclass.head.problem import Problem
 from megaclass.head.settings import HeadSettings
 from megaclass_launch.ranks.collectives import group_rank, group_size
@@ -34,10 +33,8 @@ class StepContext:
     margin_state: dict[str, Tensor]
     group: dist.ProcessGroup | None
     faults: FaultWatch
-
-    @property
-    def margin(self) -> Margin:
-        return self.settings.margin
+    class_counts_C: Tensor | None = None
+    """Images of every class in the training data, float32."""
 
     @property
     def rank(self) -> int:
@@ -149,7 +146,10 @@ class StepDraw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredImages:
-    """The global batch as every rank holds it after the all-gather, matched with the classes of this rank."""
+    """The global batch as every rank holds it after the all-gather, matched with the classes of this rank.
+
+    N = G * P pairs of an image and one of its labels, image by image; N = G with one label per image.
+    """
 
     unit_GD: Tensor
     """Normalised embeddings in the work dtype; padding rows are zero."""
@@ -157,17 +157,22 @@ class GatheredImages:
     """unit_GD in the dtype of the products; the GPU kernel fills it up with zeros to whole tiles."""
     norms_G: Tensor
     """Length of each embedding before normalisation."""
-    cosines_G: Tensor
-    """float64: cosine with the own class; zero if another rank owns it."""
-    labels_G: Tensor
     is_image_G: Tensor
     """False for padding."""
-    own_rows_G: Tensor
-    """Row of each image's class (its closest sub-centre) on this rank, -1 if another rank owns it."""
-    own_unit_GD: Tensor
+    labels_N: Tensor
+    """Classes; below 0 for padding."""
+    is_label_N: Tensor
+    """False for padding, of images and of labels."""
+    cosines_N: Tensor
+    """float64: cosine with the own class; zero if another rank owns it."""
+    own_rows_N: Tensor
+    """Row of each label's class (its closest sub-centre) on this rank, -1 if another rank owns it."""
+    own_unit_ND: Tensor
     """That row, normalised; zero if another rank owns it."""
-    local_ids_G: Tensor
-    """Local id of each image's class, -1 if another rank owns it."""
+    local_ids_N: Tensor
+    """Local id of each label's class, -1 if another rank owns it."""
+    weights_GP: Tensor | None = None
+    """Weight of each label, float64; None: one label per image, all of weight 1."""
     counts_W: Tensor
     """Images each rank brought."""
     max_batch: int
@@ -179,34 +184,39 @@ class GatheredImages:
 
 @dataclass(frozen=True, slots=True)
 class LossesAndSlopes:
-    """The losses of the images and their derivatives; G-vectors are float64."""
+    """The losses of the images and their derivatives, float64."""
 
-    log_total_G: Tensor
-    """Logarithm of the softmax denominator over all ranks; infinite for padding and for images without negatives."""
-    slope_cosine_G: Tensor
-    """d loss / d target cosine of each image; 0 for padding."""
+    slope_mass_G: Tensor
+    """d loss / d sum over the negatives, 1 / softmax denominator; 0 for padding and for images without negatives."""
+    slope_cosine_N: Tensor
+    """d loss / d cosine with each label's class; 0 for padding."""
     slope_norm_G: Tensor | None
     """d loss / d length of the embedding of each image; None: 0 for all."""
     mean_loss: Tensor
     """Sum over the images of this forward, divided by the images of the step; in the work dtype, NaN after a fault."""
+    slope_logits_G: Tensor | None = None
+    """d loss / d sum of the negatives' logits, with label smoothing."""
+    bias_gradient: Tensor | None = None
+    """0-d: sum over the images of d loss / d bias, for a margin that learns one."""
 
 
 @dataclass(slots=True)
 class LossPart:
-    """One forward: what backward and the update need of it. G-vectors are float64.
+    """One forward: what backward and the update need of it. Vectors are float64.
 
     The coefficients are written by backward, which alone knows the upstream gradient, and read by the update.
     """
 
     images: GatheredImages
     problem: Problem
-    cosines_G: Tensor
-    """Cosine with the own class, over all ranks; 0 for padding."""
+    cosines_N: Tensor
+    """Cosine with each label's class, over all ranks; 0 for padding."""
     losses: LossesAndSlopes
     statistics: Tensor | None
     """Sums from which the margin's running values are updated."""
     negative_coefficients_G: Tensor = field(init=False)
-    target_coefficients_G: Tensor = field(init=False)
+    """(2, G) with label smoothing."""
+    target_coefficients_N: Tensor = field(init=False)
 
 
 class OpenStep:

@@ -195,7 +195,7 @@ def finish_losses(
     numbers,  # (4,) float64: scale, margin, cos(margin), sin(margin)
     num_total,  # () float64: images of the whole step
     first_fault,
-    log_totals,  # (G,) float64, out
+    mass_slopes,  # (G,) float64, out: d loss / d mass, 1 / softmax denominator
     slopes,  # (G,) float64, out
     loss,  # () float32, out
     num_images,
@@ -239,7 +239,7 @@ def finish_losses(
         log_total = top + tl.log(tl.exp(log_mass - top) + tl.exp(logit - top))
         slope = -slope * tl.exp(log_mass - log_total)
         totals += tl.where(counts, log_total - logit, 0.0)
-        tl.store(log_totals + images, tl.where(counts & (mass > 0), log_total, float("inf")), mask=inside)
+        tl.store(mass_slopes + images, tl.exp(-tl.where(counts & (mass > 0), log_total, float("inf"))), mask=inside)
         tl.store(slopes + images, tl.where(counts, slope, 0.0), mask=inside)
     mean = tl.sum(totals, 0) / tl.maximum(tl.load(num_total), 1.0)
     tl.store(loss, tl.where(tl.load(first_fault) != 0, float("nan"), mean).to(tl.float32))
@@ -250,7 +250,7 @@ def weigh_images(
     units,  # (G, D) float32
     targets,  # (G, D) float32
     sums,  # (G, WIDTH) float32: exponentials times centres
-    log_totals,
+    mass_slopes,
     slopes,
     is_image,
     upstream,  # () d total / d loss
@@ -272,7 +272,7 @@ def weigh_images(
     row = g.to(tl.int64)
     weight = tl.load(upstream).to(tl.float64) / tl.maximum(tl.load(num_total), 1.0)
     weight = tl.where(tl.load(is_image + g) != 0, weight, 0.0)
-    negative = weight * tl.exp(-tl.load(log_totals + g))
+    negative = weight * tl.load(mass_slopes + g)
     pull = (weight * tl.load(slopes + g)).to(tl.float32)
     tl.store(weights + g, weight)
     tl.store(negatives + g, negative)

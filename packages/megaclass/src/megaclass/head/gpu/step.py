@@ -25,7 +25,8 @@ from megaclass.head.gather_batch import largest_batch
 from megaclass.head.gpu import images as gpu_images
 from megaclass.head.gpu import rows as gpu_rows
 from megaclass.head.gpu.rows import StepNumbers
-from megaclass.head.margins import Targets
+from megaclass.head.losses import Columns
+from megaclass.head.margins import Margin, Targets
 from megaclass.head.plain_step import PlainStep
 from megaclass.head.problem import Kernel
 from megaclass.head.step import DrawnClasses, GatheredImages, LossesAndSlopes, LossPart, Move, StepContext, StepDraw
@@ -39,7 +40,8 @@ class FusedStep(PlainStep):
         # Not even under Triton's interpreter, which runs on a CPU.
         self._never_waits = True
         # None if the margin's derivative is not written out in a program: autograd forms it then.
-        self._margin_numbers = gpu_images.margin_numbers(context.margin, context.device)
+        self._margin_now = context.settings.margin
+        self._margin_numbers = gpu_images.margin_numbers(self._margin_now, context.device)
         self._numbers = StepNumbers(context.device)
 
     def _sample(
@@ -51,17 +53,17 @@ class FusedStep(PlainStep):
         return gpu_rows.draw(labels_G, classes, rate, seed, self._numbers.step, capacity, drawn_weight)
 
     def _gather(
-        self, embeddings_BD: Tensor, labels_B: Tensor, step: int, product_dtype: torch.dtype
+        self, embeddings_BD: Tensor, words_B: Tensor, step: int, product_dtype: torch.dtype
     ) -> tuple[GatheredImages, gpu_images.Gathered]:
         context, max_batch = self.context, self.context.settings.max_batch
         if max_batch is None:
             # The only wait of this step: the gathered buffer cannot be allocated without the size.
-            max_batch = largest_batch(len(labels_B), labels_B.device, context.group)
+            max_batch = largest_batch(len(words_B), words_B.device, context.group)
         self._numbers.set_step(step)
         # Also compares and renews the watched numbers of the centres, so a change counts once.
         gathered = gpu_images.gather(
             embeddings_BD,
-            labels_B,
+            words_B,
             max_batch,
             check=context.store.overwrite_check,
             step=self._numbers.step,
@@ -69,21 +71,34 @@ class FusedStep(PlainStep):
         )
         return gpu_images.prepare(gathered, context.store, product_dtype), gathered
 
-    def _note_overflow(self, gathered: gpu_images.Gathered, images: GatheredImages, num_overflowed: Tensor) -> None:
+    def _note_overflow(
+        self, gathered: gpu_images.Gathered, images: GatheredImages, columns: Columns, num_overflowed: Tensor
+    ) -> None:
         """Records the first fault of any kind in one launch, and looks at the copy of some forwards ago."""
         first_fault, num_classes = self.faults.first_fault, self.context.settings.num_classes
         gpu_images.note_faults(first_fault, gathered, images, num_overflowed, num_classes, self._numbers.step)
         self.faults.look(num_classes)
 
-    def _losses(self, draw: StepDraw, targets: Targets, mass_G: Tensor, cosines_G: Tensor) -> LossesAndSlopes:
+    def _losses(
+        self,
+        draw: StepDraw,
+        images: GatheredImages,
+        targets: Targets,
+        columns: Columns,
+        cosines_N: Tensor,
+        margin: Margin,
+    ) -> LossesAndSlopes:
         if self._margin_numbers is None:
-            return super()._losses(draw, targets, mass_G, cosines_G)
+            return super()._losses(draw, images, targets, columns, cosines_N, margin)
+        if margin != self._margin_now:
+            gpu_images.write_margin_(margin, self._margin_numbers)
+            self._margin_now = margin
         return gpu_images.finish_losses(
-            self.context.margin,
+            margin,
             self._margin_numbers,
-            mass_G,
-            cosines_G,
-            targets.is_image_G,
+            columns.sum_G,
+            cosines_N,
+            images.is_image_G,
             draw.num_images,
             self.faults.first_fault,
         )
@@ -116,10 +131,10 @@ class FusedStep(PlainStep):
         slots, rows, images, weights = (
             values[0] if len(parts) == 1 else torch.cat(values)
             for values in (
-                [part.problem.target_slot_G for part in parts],
-                [part.images.own_rows_G for part in parts],
+                [part.problem.target_slots_N for part in parts],
+                [part.images.own_rows_N for part in parts],
                 [part.images.unit_GD for part in parts],
-                [part.target_coefficients_G for part in parts],
+                [part.target_coefficients_N for part in parts],
             )
         )
         num_rows = problem.num_classes * store.num_subcentres
