@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -95,12 +96,21 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     precision = choose_precision(config.train, device)
     image_size = compact_size(input_size(config, source))
     backbone, dropouts = _build_backbone(config, image_size, device)
+    margin = build_margin(config.head)
     head = PartialFC(
         config.backbone.embedding_dim,
         source.num_classes,
-        margin=build_margin(config.head),
+        margin=margin,
         sample_rate=config.head.sample_rate,
         sample_positives=config.head.sample_positives,
+        negatives=config.head.negatives,
+        class_counts=_class_counts(config, margin, source),
+        margin_schedule=config.head.margin_schedule,
+        loss=config.head.loss,
+        max_labels=config.head.max_labels,
+        label_smoothing=config.head.label_smoothing,
+        similarity=config.head.similarity,
+        temperature=config.head.temperature,
         optimizer=build_row_optimizer(config.head),
         seed=config.train.seed,
         max_batch=-(-config.train.global_batch // world.size),
@@ -135,6 +145,13 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     )
 
 
+def _class_counts(config: Config, margin: Margin, source: ImageSource) -> Tensor | None:
+    """Returns the number of images of every class, if the settings of the head need them."""
+    if not margin.needs_class_counts and config.head.negatives == "uniform":
+        return None
+    return torch.from_numpy(np.bincount(source.labels, minlength=source.num_classes))
+
+
 def build_margin(config: HeadConfig) -> Margin:
     margin, size_field = _margin_class(config.margin)
     given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
@@ -147,6 +164,15 @@ def build_margin(config: HeadConfig) -> Margin:
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if hasattr(margin, "gradient"):
         chosen["gradient"] = config.gradient
+    known = [field.name for field in fields(margin) if field.name not in ("scale", "gradient")]  # type: ignore[arg-type]
+    for name, value in config.margin_options:
+        if name not in known or name in chosen:
+            raise ConfigError(
+                f"head.margin_options names {name!r}, but the margin {config.margin} takes {', '.join(known) or 'no numbers'}, "
+                f"each once; head.margin_size is {size_field!r}."
+            )
+        # Counts, such as the k of intertopk, are whole numbers.
+        chosen[name] = int(value) if value == int(value) and isinstance(getattr(margin, name, 0.0), int) else value
     build: Callable[..., Margin] = margin
     return build(scale=config.scale, **chosen)
 
