@@ -24,7 +24,7 @@ import megaclass
 from megaclass.data.sources.open_source import FORMATS
 from megaclass.data.sources.source import SourceFormat
 
-RATE, FRAME, HOP, NUM_BANDS = 8000, 256, 80, 40
+RATE, FRAME, HOP, NUM_BANDS, BATCH = 8000, 256, 80, 40, 64
 # First, second and third resonance of five vowels, in Hz, for a vocal tract of average length.
 VOWELS = ((730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410))
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "north", "south", "east", "west", "yes", "no", "stop"]
@@ -69,7 +69,11 @@ def spoken_utterance(voice: int, take: int) -> np.ndarray:
     sound = subprocess.run(["espeak-ng", "-v", *said, "--stdout", text], check=True, capture_output=True).stdout
     with wave.open(io.BytesIO(sound)) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2") / 32768
-        return samples[:: max(1, file.getframerate() // RATE)]
+        given = file.getframerate()
+    # Averaged over the new distance of samples first: higher frequencies would fold back.
+    width = max(1, given // RATE)
+    smooth = np.convolve(samples, np.full(width, 1 / width), mode="same")
+    return np.interp(np.arange(0, len(samples) / given, 1 / RATE), np.arange(len(samples)) / given, smooth)
 
 
 def filter_banks(sound: np.ndarray) -> Tensor:
@@ -92,8 +96,8 @@ class Voices:
     # Any number of rows of 40 numbers.
     image_size = (0, NUM_BANDS)
 
-    def __init__(self, first_voice: int, num_voices: int, takes: range) -> None:
-        say = spoken_utterance if shutil.which("espeak-ng") else drawn_utterance
+    def __init__(self, first_voice: int, num_voices: int, takes: range, is_spoken: bool) -> None:
+        say = spoken_utterance if is_spoken else drawn_utterance
         self.num_classes = num_voices
         self.num_images = num_voices * len(takes)
         self.labels = np.repeat(np.arange(num_voices), len(takes))
@@ -118,6 +122,7 @@ class VoicesFormat(SourceFormat):
     """`voices:FIRST:NUMBER:FROM:TO`: takes FROM to TO of some voices."""
 
     notation = "voices:FIRST:NUMBER:FROM:TO"
+    is_spoken = False
 
     @classmethod
     def matches(cls, path: str) -> bool:
@@ -125,7 +130,7 @@ class VoicesFormat(SourceFormat):
 
     def open(self) -> Voices:
         first, number, start, stop = map(int, self.path.split(":")[1:])
-        return Voices(first, number, range(start, stop))
+        return Voices(first, number, range(start, stop), self.is_spoken)
 
 
 class Xvector(nn.Module):
@@ -168,19 +173,30 @@ def main() -> None:
     parser.add_argument("--takes", type=int, default=12, help="utterances per voice; three more are held out")
     parser.add_argument("--epochs", type=float, default=15)
     parser.add_argument("--run-dir", default="runs/speakers")
+    parser.add_argument("--drawn", action="store_true", help="draw the voices even if espeak-ng is installed")
     options = parser.parse_args()
+    VoicesFormat.is_spoken = not options.drawn and shutil.which("espeak-ng") is not None
 
     FORMATS.insert(0, VoicesFormat)
+    num_steps = int(options.epochs * (options.voices * options.takes // BATCH))
     run = megaclass.train(
         {
             "data": {"path": f"voices:0:{options.voices}:0:{options.takes}"},
             "backbone": {"name": "__main__:Xvector", "embedding_dim": 128},
-            "head": {"margin": "arcface", "margin_size": 0.2, "scale": 32.0, "subcentres": 3},
+            "head": {
+                # A further margin for the hardest other voices, and several centres per voice.
+                "margin": "intertopk",
+                "margin_options": [["k", 5], ["extra", 0.06]],
+                "subcentres": 3,
+                # None at first, all of it from the middle of the run on.
+                "margin_schedule": [[0, 0.0], [num_steps // 4, 0.0], [num_steps // 2, 1.0]],
+                "scale": 32.0,
+            },
             "optimizer": {"lr": 0.1, "warmup_epochs": 1.0, "power": 1.0},
             "train": {
                 "run_dir": options.run_dir,
                 "epochs": options.epochs,
-                "global_batch": 64,
+                "global_batch": BATCH,
                 "evaluate_sets": [f"voices:0:{options.voices}:{options.takes}:{options.takes + 3}"],
             },
             "export": {"onnx": False},
@@ -190,7 +206,7 @@ def main() -> None:
     if not (Path(options.run_dir) / "summary.json").is_file():
         return  # another rank writes the results
     model = megaclass.load(run.folder, backbone="__main__:Xvector")
-    unknown = Voices(options.voices, max(2, options.voices // 2), range(4))
+    unknown = Voices(options.voices, max(2, options.voices // 2), range(4), VoicesFormat.is_spoken)
     rate = equal_error_rate(model.embed(unknown.sounds), unknown.labels)
     [known] = run.numbers["verification"].values()
     print(f"Known voices: top-1 {known['top_k']['1']:.1%}. Unknown voices: equal error rate {rate:.1%}.")

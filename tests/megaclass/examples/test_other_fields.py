@@ -21,7 +21,7 @@ def ended(script, num_ranks, folder, *arguments):
 @pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_voices_are_recognised_and_unknown_ones_told_apart(tmp_path, num_ranks):
-    out = ended("speakers.py", num_ranks, tmp_path, "--voices", "12", "--takes", "8", "--epochs", "10")
+    out = ended("speakers.py", num_ranks, tmp_path, "--drawn", "--voices", "12", "--takes", "8", "--epochs", "10")
     [(known, unknown)] = re.findall(r"top-1 ([\d.]+)%\. Unknown voices: equal error rate ([\d.]+)%", out)
     # Of 12 voices chance gives 8 %, and of pairs 50 %.
     assert float(known) > 50 and float(unknown) < 25

@@ -79,7 +79,7 @@ class DataConfig:
     """Training images."""
 
     path: str = field(metadata=MAY_CHANGE)
-    """Folder with train.rec, label.txt, tar shards or folders of identities (several: A,B); synthetic:C[xN]; debug; file.npy."""
+    """Folder with train.rec, label.txt, tar shards or folders of identities (several: A,B); synthetic:C[xN]; debug; X.npy."""
     size: int | tuple[int, int] = 0
     """Input size of the model in pixels: one number for squares, or [height, width]; 0 uses the size of the first image."""
     fit: Literal["pad", "crop", "squash"] = "squash"
@@ -128,7 +128,7 @@ class BackboneConfig:
     """The network that computes embeddings of images."""
 
     name: str = "iresnet50"
-    """slim, iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h; none, linear, mlp; or module:Class."""
+    """slim, iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h; none, linear, mlp; module:Class."""
     embedding_dim: int = field(default=512, metadata=within("in [2, 65536]"))
     """Number of dimensions of an embedding."""
     batch_norm: Literal["local", "sync"] = "local"

@@ -17,7 +17,7 @@ from megaclass.backbones.configured import checkpoint_activations, configured_la
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.distributed.data_parallel import NothingToAverage, data_parallel, exact_average
 from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
@@ -96,7 +96,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     precision = choose_precision(config.train, device)
     image_size = compact_size(input_size(config, source))
     backbone, dropouts = _build_backbone(config, image_size, device)
-    margin = build_margin(config.head)
+    margin, has_several = build_margin(config.head), isinstance(source, TensorSource) and source.labels.ndim > 1
     head = PartialFC(
         config.backbone.embedding_dim,
         source.num_classes,
@@ -107,7 +107,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         class_counts=_class_counts(config, margin, source),
         margin_schedule=config.head.margin_schedule,
         loss=config.head.loss,
-        max_labels=config.head.max_labels,
+        max_labels=max(config.head.max_labels, *source.labels.shape[1:]) if has_several else config.head.max_labels,
         label_smoothing=config.head.label_smoothing,
         similarity=config.head.similarity,
         temperature=config.head.temperature,
@@ -149,7 +149,8 @@ def _class_counts(config: Config, margin: Margin, source: ImageSource) -> Tensor
     """Returns the number of images of every class, if the settings of the head need them."""
     if not margin.needs_class_counts and config.head.negatives == "uniform":
         return None
-    return torch.from_numpy(np.bincount(source.labels, minlength=source.num_classes))
+    labels = source.labels[source.labels >= 0]
+    return torch.from_numpy(np.bincount(labels, minlength=source.num_classes))
 
 
 def build_margin(config: HeadConfig) -> Margin:
