@@ -13,7 +13,7 @@ def has_rows(size: ImageSize) -> bool:
 
 
 def is_sequence(size: ImageSize) -> bool:
-    """Returns True if samples differ in length, so that a backbone is called with a padded batch and its lengths."""
+    """Returns True if samples differ in length: a backbone is then called with a padded batch and its lengths."""
     return height_and_width(size)[0] == 0
 
 

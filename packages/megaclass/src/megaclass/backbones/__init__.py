@@ -47,7 +47,7 @@ OF_FEATURES = ("none", "linear", "mlp")
 def check_backbone(name: str, image_size: ImageSize | None) -> None:
     """Raises a ConfigError, before any process starts, for what `build_backbone` could not build.
 
-    image_size: None if it is not known yet, so that only the name is checked.
+    image_size: None if it is not known yet: then only the name is checked.
     """
     if ":" in name:
         _own_backbone(name)
