@@ -388,8 +388,9 @@ def test_the_bias_of_sphereface2_starts_where_own_and_other_classes_pull_equally
     margin, num_classes = SphereFace2(), 1000
     bias = margin.state_for(num_classes)["bias"]
     g_0 = 2 * 0.5**margin.t - 1  # at a right angle
-    of_own = margin.balance * torch.sigmoid(torch.tensor(-(margin.scale * (g_0 - margin.margin) + bias)).double())
-    of_other = (1 - margin.balance) * torch.sigmoid(torch.tensor(margin.scale * (g_0 + margin.margin) + bias).double())
+    own, other = (margin.scale * (g_0 + sign * margin.margin) + bias for sign in (-1, 1))
+    of_own = margin.balance * torch.sigmoid(torch.tensor(-own, dtype=torch.float64))
+    of_other = (1 - margin.balance) * torch.sigmoid(torch.tensor(other, dtype=torch.float64))
     assert of_own.item() == pytest.approx((num_classes - 1) * of_other.item(), rel=1e-9)
 
 
@@ -464,7 +465,9 @@ def test_classes_are_drawn_in_proportion_to_their_frequency():
     counts = torch.tensor([0.0, 1, 2, 3, 4, 1000])
     rates = rates_by_frequency(counts, 0.5)
     # Three of six classes on average: the largest with certainty, the others share two.
-    torch.testing.assert_close(rates, torch.tensor([0, 0.2, 0.4, 0.6, 0.8, 1.0], dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        rates, torch.tensor([0, 0.2, 0.4, 0.6, 0.8, 1.0], dtype=torch.float64), rtol=1e-12, atol=0
+    )
     drawn = torch.stack([is_drawn(0, 6, rates, SEED, step, torch.device("cpu")) for step in range(4000)]).double()
     torch.testing.assert_close(drawn.mean(0), rates, rtol=0, atol=0.03)
     assert rates_by_frequency(counts, 0.99).tolist() == [0, 1, 1, 1, 1, 1]
