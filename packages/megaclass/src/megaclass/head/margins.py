@@ -72,7 +72,7 @@ class Margin:
     one autograd forms the derivative, in some sixty launches more. A subclass does not inherit it."""
     initial_state: ClassVar[Mapping[str, float]] = {}
     negatives_read_targets: ClassVar[bool] = True
-    """Where touches_only_target is False: negative_logits reads targets.cosines_G, which costs an exchange of its own."""
+    """True: negative_logits, if there is one, reads targets.cosines_G, which costs an exchange of its own."""
     num_hardest: int = 0
     """Above 0: targets.hardest_G is given to negative_logits. It costs one more product with the centres."""
     needs_class_counts: ClassVar[bool] = False
