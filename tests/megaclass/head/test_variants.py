@@ -19,6 +19,7 @@ from torch import Tensor
 from megaclass import (
     ArcFace,
     CosFace,
+    CurricularFace,
     DynamicArcFace,
     InterTopK,
     NormalisedSoftmax,
@@ -26,6 +27,7 @@ from megaclass import (
     RowSGD,
     SphereFace2,
     UniFace,
+    UserError,
 )
 from megaclass.head.sampling import is_drawn, rates_by_frequency
 
@@ -353,3 +355,287 @@ def test_a_variant_is_the_dense_classifier_on_any_number_of_ranks(run_ranks, nam
     for step, grad_GD in enumerate(truth["grads"]):
         torch.testing.assert_close(torch.cat([rank["grads"][step] for rank in ranks]), grad_GD, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(torch.cat([rank["rows"] for rank in ranks]), truth["rows"], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["several labels", "weights", "uniface", "inter-topk", "label smoothing", "margin schedule"]
+)
+def test_accumulated_parts_of_a_variant_are_one_big_batch(run_ranks, name, size):
+    ranks = run_ranks(size, train, name, 3)
+    truth = dense_train(name, torch.cat([rank["start"] for rank in ranks]))
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(truth["losses"], rel=1e-10, abs=1e-10)
+    torch.testing.assert_close(torch.cat([rank["rows"] for rank in ranks]), truth["rows"], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("stored_bytes", [0, 900, 1 << 20], ids=["recompute", "some", "all"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_variant_does_not_depend_on_chunks_and_on_what_is_stored(monkeypatch, name, stored_bytes):
+    from megaclass.head import chunked
+
+    whole = train(name)
+    monkeypatch.setattr(chunked, "_CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(chunked, "_MIN_CHUNK", 5)
+    monkeypatch.setitem(CASES[name].extra, "stored_bytes", stored_bytes)
+    parts = train(name)
+    assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-10)
+    torch.testing.assert_close(parts["grads"], whole["grads"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(parts["rows"], whole["rows"], rtol=0, atol=1e-10)
+
+
+def test_the_bias_of_sphereface2_starts_where_own_and_other_classes_pull_equally():
+    margin, num_classes = SphereFace2(), 1000
+    bias = margin.state_for(num_classes)["bias"]
+    g_0 = 2 * 0.5**margin.t - 1  # at a right angle
+    own, other = (margin.scale * (g_0 + sign * margin.margin) + bias for sign in (-1, 1))
+    of_own = margin.balance * torch.sigmoid(torch.tensor(-own, dtype=torch.float64))
+    of_other = (1 - margin.balance) * torch.sigmoid(torch.tensor(other, dtype=torch.float64))
+    assert of_own.item() == pytest.approx((num_classes - 1) * of_other.item(), rel=1e-9)
+
+
+def _state_and_continuation(name: str, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], list[float]]:
+    """The whole state after two steps, or the losses of two more steps from a given state."""
+    case, losses = CASES[name], []
+    head = new_head(case, seed=SEED if state is None else 77, optimizer=RowSGD(momentum=0.9))
+    if state is not None:
+        head.load_state_dict(state)
+        # The numbers drawn in later steps depend on the seed, the centres on the state alone.
+    for step in range(2):
+        x, labels, weights = batch_of(case, step)
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        loss = head(
+            x[mine].clone().requires_grad_(),
+            labels[mine] if case.max_labels > 1 else torch.tensor(labels)[mine],
+            None if weights is None else weights[mine],
+        )
+        loss.backward()
+        head.step(lr=LR)
+        losses.append(loss.item())
+    return head.whole_state_dict(), losses
+
+
+@pytest.mark.parametrize("name", ["uniface", "inner products with a bias, several labels", "margin schedule"])
+def test_a_variant_s_state_loads_on_another_number_of_ranks(run_ranks, name):
+    ((state, _),) = run_ranks(1, _state_and_continuation, name, None)
+    ((_, expected),) = run_ranks(1, _state_and_continuation, name, state)
+    for _, losses in run_ranks(3, _state_and_continuation, name, state):
+        assert losses == pytest.approx(expected, abs=1e-10)
+
+
+# ---- sampled negatives ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("negatives", ["uniform", "frequencies", "in-batch"])
+def test_the_mean_of_sampled_gradients_over_10000_draws_approaches_the_full_one(negatives):
+    """The gradient of image 0. With in-batch negatives the other labels of the batch are drawn by frequency, too."""
+    num_classes, rate, num_draws = 1000, 0.4, 10_000
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.rand(num_classes, generator=generator) ** 2 + 0.05
+    x = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+    options = {"margin": NormalisedSoftmax(scale=2), "storage": "float64", "seed": 5, "class_counts": counts}
+    options["weighted"] = True
+
+    def of_image_0(head: PartialFC, labels: Tensor) -> Tensor:
+        """The loss and the gradient: the other images have weight 0."""
+        leaf = x.clone().requires_grad_()
+        loss = head(leaf, labels, torch.tensor([4.0, 0, 0, 0]))
+        loss.backward()
+        head.abandon_step()
+        return torch.cat([loss.detach()[None], leaf.grad[0]])
+
+    labels = torch.tensor([7, 3, 150, 60])
+    full = of_image_0(PartialFC(3, num_classes, **options), labels)
+    corrected = {"negatives": negatives} if negatives != "uniform" else {"correct_sampling": True}
+    head = PartialFC(3, num_classes, sample_rate=rate, **corrected, **options)
+    others = torch.multinomial(counts, num_draws * 3, replacement=True, generator=generator).view(-1, 3)
+    total = torch.zeros(4, dtype=torch.float64)
+    for row in others:
+        total += of_image_0(head, torch.cat([labels[:1], row]) if negatives == "in-batch" else labels)
+    mean = total / num_draws
+    assert (mean[1:] - full[1:]).norm() / full[1:].norm() < 0.01
+    assert abs(mean[0] - full[0]) < 0.01
+    # Without the correction the loss lacks the logarithm of the rate.
+    head = PartialFC(3, num_classes, sample_rate=rate, **options)
+    plain = torch.stack([of_image_0(head, labels) for _ in range(100)]).mean(0)
+    assert plain[0] < full[0] - 0.5
+
+
+def test_classes_are_drawn_in_proportion_to_their_frequency():
+    counts = torch.tensor([0.0, 1, 2, 3, 4, 1000])
+    rates = rates_by_frequency(counts, 0.5)
+    # Three of six classes on average: the largest with certainty, the others share two.
+    torch.testing.assert_close(
+        rates, torch.tensor([0, 0.2, 0.4, 0.6, 0.8, 1.0], dtype=torch.float64), rtol=1e-12, atol=0
+    )
+    drawn = torch.stack([is_drawn(0, 6, rates, SEED, step, torch.device("cpu")) for step in range(4000)]).double()
+    torch.testing.assert_close(drawn.mean(0), rates, rtol=0, atol=0.03)
+    assert rates_by_frequency(counts, 0.99).tolist() == [0, 1, 1, 1, 1, 1]
+
+
+# ---- inner products -------------------------------------------------------------------------------------------------
+
+
+def _questions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    head = PartialFC(D, C, similarity="inner", bias=True, temperature=0.5, storage="float64", seed=SEED)
+    head.rows()["weight"].mul_(40).add_(0.1)
+    head.accept_rows()
+    x = torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ids, scores = head.predict(x, 3)
+    return head.centres(torch.arange(C)), ids, scores, head.logits(x)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_predictions_by_inner_products_are_those_of_the_dense_matrix(run_ranks, size):
+    x = torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for centres, ids, scores, logits in run_ranks(size, _questions):
+        values = x @ centres[:, :-1].T + centres[:, -1]
+        torch.testing.assert_close(logits, 2 * values)
+        assert ids.tolist() == values.topk(3).indices.tolist()
+        torch.testing.assert_close(scores, values.topk(3).values)
+
+
+def test_the_biases_start_at_zero():
+    head = PartialFC(D, C, similarity="inner", bias=True)
+    assert (head.rows()["weight"][:, -1] == 0).all()
+    assert head.rows()["weight"].shape == (C, D + 1)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss": "sofmax"}, "loss is 'sofmax'; it must be one of softmax, decoupled, sigmoid"),
+        ({"max_labels": 0}, r"max_labels is 0; it must be in \[1, 4096\]"),
+        ({"max_labels": 2.5}, "max_labels is 2.5; it must be a whole number"),
+        ({"label_smoothing": 1.0}, r"label_smoothing is 1.0; it must be in \[0, 1\)"),
+        ({"label_smoothing": 0.1, "loss": "sigmoid"}, "label_smoothing with the loss sigmoid"),
+        ({"similarity": "dot"}, "similarity is 'dot'; it must be one of cosine, inner"),
+        ({"similarity": "inner", "margin": ArcFace()}, "similarity='inner' with ArcFace.*, which needs cosines"),
+        ({"similarity": "inner", "filter_above": 0.5}, "filter_above, which is a cosine"),
+        ({"bias": True}, "bias is True; it must be False unless similarity is 'inner'"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+        ({"negatives": "popular"}, "negatives is 'popular'; it must be one of uniform, frequencies, in-batch"),
+        ({"negatives": "frequencies"}, "'frequencies' without class_counts"),
+        ({"negatives": "frequencies", "class_counts": COUNTS, "sample_rate": 0.0}, "the sample rate 0"),
+        ({"margin": DynamicArcFace()}, "without class_counts"),
+        (
+            {"class_counts": COUNTS[:-1]},
+            r"class_counts has shape \(16,\); expected one number of 0 or more for each of the 17",
+        ),
+        ({"class_counts": -COUNTS}, "expected one number of 0 or more"),
+        ({"class_counts": 0 * COUNTS}, "not all of them 0"),
+        ({"class_counts": COUNTS.tolist()}, "class_counts are an object of builtins.list; they must be a tensor"),
+        ({"margin": CurricularFace(), "max_labels": 2}, "whose negatives depend on the one label"),
+        ({"margin": UniFace(), "loss": "softmax"}, "which learns a bias"),
+        ({"margin_schedule": [(5, 0.0)]}, r"begins at step 0 and rises, for example \[\(0, 0.0\), \(2000, 1.0\)\]"),
+        ({"margin_schedule": [(0, 0.0), (9, 9.0)]}, r"ArcFace.margin is 4.5; it must lie in \[0, 1.571\]"),
+        ({"margin_schedule": [(0, 1.0)], "margin": NormalisedSoftmax()}, "which has no size"),
+        ({"kernel": "triton_fused", "max_labels": 2}, "cannot run here: "),
+    ],
+)
+def test_settings_that_do_not_fit_say_what_is_allowed(options, words):
+    with pytest.raises(UserError, match=words):
+        PartialFC(D, C, **options)
+
+
+ONES = torch.ones(3, D)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels", "weights", "words"),
+    [
+        ({}, [[1, 2]], None, "The head's labels are an object of builtins.list; they must be a tensor"),
+        ({}, torch.ones(3, 2, dtype=torch.int64), None, r"labels of shape \(3, 2\).*several need max_labels"),
+        (
+            {"max_labels": 2},
+            torch.ones(3, 3, dtype=torch.int64),
+            None,
+            "one integer per embedding, or up to max_labels=2",
+        ),
+        ({"max_labels": 2}, [[1], [1, 2, 3], [4]], None, r"labels of image 1 are \[1, 2, 3\]; .* at most max_labels=2"),
+        ({"max_labels": 2}, [[1], [2]], None, "2 lists of labels for 3 embeddings"),
+        ({"max_labels": 2}, [[1], [], [4]], None, "image at position 1 of the batch of rank 0 has no label"),
+        (
+            {"max_labels": 2},
+            [[1], [2], [4, 4]],
+            None,
+            "position 2 of the batch of rank 0 has no label, or the same one twice",
+        ),
+        (
+            {"max_labels": 2},
+            [[1], [2, 17], [4]],
+            None,
+            r"Label 17 at position 1 of the batch of rank 0 is outside \[0, 17\)",
+        ),
+        (
+            {"max_labels": 2},
+            [[1], [2, -3], [4]],
+            None,
+            r"Label -3 at position 1 of the batch of rank 0 is outside \[0, 17\)",
+        ),
+        ({}, torch.tensor([1, 2, 3]), torch.ones(3), "built without weighted=True"),
+        (
+            {"weighted": True},
+            torch.tensor([1, 2, 3]),
+            torch.tensor([1.0, -1, 1]),
+            "weight of the image at position 1 of",
+        ),
+        ({"weighted": True}, torch.tensor([1, 2, 3]), torch.tensor([1.0, 1, math.inf]), "negative or not finite"),
+        ({"weighted": True}, torch.tensor([1, 2, 3]), torch.ones(2), r"weights of shape \(2,\)"),
+        (
+            {"weighted": True},
+            torch.tensor([1, 2, 3]),
+            torch.ones(3, dtype=torch.int64),
+            "weights of shape .* torch.int64",
+        ),
+        (
+            {"negatives": "in-batch", "class_counts": torch.cat([torch.zeros(3), torch.ones(14)])},
+            torch.tensor([5, 2, 3]),
+            None,
+            "Class 2, of the image at position 1 of the batch of rank 0, has the class count 0",
+        ),
+        (
+            {"similarity": "inner", "temperature": 2e-3},
+            torch.tensor([1, 2, 3]),
+            None,
+            "too large for exp.*raise the temp",
+        ),
+    ],
+)
+def test_bad_batches_name_the_image_and_say_what_is_allowed(options, labels, weights, words):
+    head = PartialFC(D, C, **options)
+    if options.get("similarity") == "inner":
+        head.rows()["weight"].add_(10)
+        head.accept_rows()
+    with pytest.raises(UserError, match=words):
+        head(ONES, labels, weights)
+
+
+def _labels_padded_on_one_rank() -> str:
+    head = PartialFC(D, C, max_labels=2)
+    try:
+        head(ONES, [[1], [2], [] if dist.get_rank() == 1 else [3]])
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_every_rank_is_told_which_image_has_no_label(run_ranks):
+    for message in run_ranks(3, _labels_padded_on_one_rank):
+        assert "image at position 2 of the batch of rank 1 has no label" in message
+
+
+def _different_counts() -> str:
+    try:
+        PartialFC(D, C, negatives="in-batch", class_counts=COUNTS + dist.get_rank())
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_different_class_counts_are_refused(run_ranks):
+    for message in run_ranks(2, _different_counts):
+        assert "Ranks disagree about the head: class_counts" in message

@@ -199,7 +199,7 @@ as drawn; the last two correct the loss for it (logQ)."""
     label_smoothing: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Share of an image's weight that is spread evenly over all classes that are used in the step."""
     similarity: Literal["cosine", "inner"] = "cosine"
-    """What an image and a class centre are compared by: cosine, or the inner product."""
+    """Comparison of an image with a class centre: by the cosine, or by the inner product."""
     temperature: float | None = field(default=None, metadata=within("above 0"))
     """Number by which similarities are divided before the softmax; unset: 1 / head.scale. inner needs it."""
     kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)

@@ -53,7 +53,7 @@ def label_words(
 
 
 def default_weights(is_label_GP: Tensor, *, is_shared: bool) -> Tensor:
-    """Returns 1 per label, or one over the number of the image's labels; 0 where there is none; float64."""
+    """Returns 1 per label, or one over the number of the image's labels; 0 for padding; float64."""
     weights_GP = is_label_GP.double()
     return weights_GP / weights_GP.sum(1, keepdim=True).clamp_min(1) if is_shared else weights_GP
 

@@ -72,7 +72,7 @@ class Margin:
     one autograd forms the derivative, in some sixty launches more. A subclass does not inherit it."""
     initial_state: ClassVar[Mapping[str, float]] = {}
     negatives_read_targets: ClassVar[bool] = True
-    """Where touches_only_target is False: negative_logits reads targets.cosines_G, which costs an exchange of its own."""
+    """True: negative_logits, if there is one, reads targets.cosines_G, which costs an exchange of its own."""
     num_hardest: int = 0
     """Above 0: targets.hardest_G is given to negative_logits. It costs one more product with the centres."""
     needs_class_counts: ClassVar[bool] = False
@@ -493,7 +493,7 @@ class SphereFace2(_SigmoidMargin):
     """One binary classifier per class, with g(cos) = 2 * ((cos + 1) / 2)^t - 1 in place of the cosine.
 
     Own class: scale * (g - margin) + bias, others: scale * (g + margin) + bias. The terms of the own class count
-    balance / scale, those of the others (1 - balance) / scale. The bias starts where both pull equally, as in OpenSphere.
+    balance / scale, those of the others (1 - balance) / scale. The bias starts where both pull equally at a right angle.
     """
 
     scale: float = 40.0
@@ -515,7 +515,7 @@ class SphereFace2(_SigmoidMargin):
         ratio = self.balance / ((1 - self.balance) * max(1, num_classes - 1))
         own, other = (self.scale * (2 * 0.5**self.t - 1 + sign * self.margin) for sign in (-1, 1))
         root = math.sqrt((1 - ratio) ** 2 + 4 * ratio * math.exp(own - other))
-        return {"bias": math.log(2 * ratio) - own - math.log(1 - ratio + root)}
+        return {"bias": math.log(2 * ratio) - other - math.log(1 - ratio + root)}
 
     def target_logits(self, targets: Targets) -> Tensor:
         return self.scale * (self._g(targets.cosines_G) - self.margin) + targets.state["bias"]

@@ -262,9 +262,9 @@ class PartialFC(nn.Module):
         embeddings_BD: (B, D) floating, not normalised.
         labels: (B,) integers in [0, num_classes). With max_labels above 1 also (B, up to max_labels), where -1 is padding, or a
             list with a list of labels for each image.
-        weights: with weighted=True. (B,): one per image, which its labels share (for the loss sigmoid: which each label has).
-            In the shape of the labels: one per label, taken as given (soft labels). The mean is over images, whatever their
-            weights.
+        weights: for a head with weighted=True. (B,) is one per image, which its labels share; for the loss sigmoid each label
+            has it. Weights in the shape of the labels are taken as given (soft labels). The mean is over images, whatever they
+            weigh.
         """
         check_tensors(embeddings=embeddings_BD)
         if self.settings.max_labels == 1:

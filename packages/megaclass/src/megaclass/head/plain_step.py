@@ -28,7 +28,7 @@ from megaclass.head.counter_random import normals_from_bits, random_bits, stream
 from megaclass.head.faults import LOGIT, find_fault, overflow_fault
 from megaclass.head.gather_batch import PADDING, gather_batch
 from megaclass.head.labels import default_weights, read_words
-from megaclass.head.losses import LOSSES, Columns
+from megaclass.head.losses import LOSSES, NegativeSums
 from megaclass.head.margins import CurricularFace, Margin, Targets
 from megaclass.head.problem import CentreGradient, Kernel, Problem, rows_of_classes
 from megaclass.head.sampling import (
@@ -99,7 +99,7 @@ class PlainStep:
         return DrawnClasses(sample.classes_S, weight_S, None, sample.overflowed.double())
 
     def _sample_by_frequency(self, labels_G: Tensor, rate: float, step: int) -> DrawnClasses:
-        """Draws in proportion to the class counts; or uniformly, and counts the labels of the batch as drawn, too.
+        """Draws in proportion to the class counts; or uniformly, and also counts the labels of the batch as drawn.
 
         Every class is weighted by the inverse of its probability to take part, which makes the sums over the negatives
         unbiased: the logQ correction. By frequency the batch is taken as given, so positives have weight 1.
@@ -168,10 +168,10 @@ class PlainStep:
             slots_N = torch.where(slots_N >= 0, torch.searchsorted(classes_S, slots_N), -1)
         problem = self._new_problem(draw, images, slots_N, margin, for_backward)
         targets = self._targets(draw, images, step)
-        columns, cosines_N, num_overflowed = self._sum_columns(draw, images, problem, targets, margin)
+        sums, cosines_N, num_overflowed = self._sum_negatives(draw, images, problem, targets, margin)
         # After the all-reduce, which also counts the ranks whose list was too short.
-        self._note_overflow(gathered, images, columns, num_overflowed)
-        losses = self._losses(draw, images, targets, columns, cosines_N, margin)
+        self._note_overflow(gathered, images, sums, num_overflowed)
+        losses = self._losses(draw, images, targets, sums, cosines_N, margin)
         statistics = margin.statistics(targets.with_cosines(cosines_N))
         if losses.bias_gradient is not None:
             statistics = torch.stack([images.is_image_G.sum().double(), losses.bias_gradient])
@@ -285,9 +285,9 @@ class PlainStep:
             is_cosine=self.context.settings.is_cosine,
         )
 
-    def _sum_columns(
+    def _sum_negatives(
         self, draw: StepDraw, images: GatheredImages, problem: Problem, targets: Targets, margin: Margin
-    ) -> tuple[Columns, Tensor, Tensor]:
+    ) -> tuple[NegativeSums, Tensor, Tensor]:
         """Collective: all-reduces G + N + 1 float64; N, then G + 1, if the margin's negatives depend on the target.
 
         G more for a margin with a bias, G + 1 more for label smoothing. For a margin with num_hardest, k numbers per image
@@ -322,11 +322,11 @@ class PlainStep:
             weight_S = draw.drawn.class_weight_S
             num_classes = torch.full_like(draw.num_images, problem.num_classes)
             own.append((num_classes if weight_S is None else weight_S.double().sum())[None])
-        sums, *others = sum_over_ranks_(torch.cat(own), group).split([len(part) for part in own])
+        masses, *others = sum_over_ranks_(torch.cat(own), group).split([len(part) for part in own])
         if not reads_targets:
             cosines_N, *others = others
-        sum_G, second_G = sums.view(mass.shape) if mass.ndim == 2 else (sums, None)
-        columns = Columns(
+        sum_G, second_G = masses.view(mass.shape) if mass.ndim == 2 else (masses, None)
+        sums = NegativeSums(
             sum_G=sum_G,
             is_label_GP=None if images.weights_GP is None else images.is_label_N.view(images.weights_GP.shape),
             second_G=second_G,
@@ -334,13 +334,13 @@ class PlainStep:
             smoothing=settings.label_smoothing,
             factors=margin.loss_factors,
         )
-        return columns, cosines_N, others[0][0]
+        return sums, cosines_N, others[0][0]
 
-    def _note_overflow(self, gathered: Any, images: GatheredImages, columns: Columns, num_overflowed: Tensor) -> None:
+    def _note_overflow(self, gathered: Any, images: GatheredImages, sums: NegativeSums, num_overflowed: Tensor) -> None:
         fault = overflow_fault(gathered, num_overflowed)
         if not self.context.settings.is_cosine:
             # Inner products are not bounded. All ranks have the same sums.
-            num_infinite = (images.is_image_G & ~(columns.sum_G < torch.inf)).sum()
+            num_infinite = (images.is_image_G & ~(sums.sum_G < torch.inf)).sum()
             fault = overflow_fault(fault, num_infinite, LOGIT)
             self.faults.note(fault)
             self.faults.look(self.context.settings.num_classes)
@@ -351,7 +351,7 @@ class PlainStep:
         draw: StepDraw,
         images: GatheredImages,
         targets: Targets,
-        columns: Columns,
+        sums: NegativeSums,
         cosines_N: Tensor,
         margin: Margin,
     ) -> LossesAndSlopes:
@@ -368,23 +368,23 @@ class PlainStep:
             if weights_GP is not None:
                 logits_N = torch.where(is_label_N, logits_N, _NO_LOGIT)
             logits_GP = logits_N.view(len(is_image_G), self.context.settings.max_labels)
-            losses_G, slope_mass_G = LOSSES[self.context.settings.loss](logits_GP, weights_GP, columns)
+            losses_G, slope_mass_G = LOSSES[self.context.settings.loss](logits_GP, weights_GP, sums)
             if penalty_N is not None:
                 penalty_GP = penalty_N.view(logits_GP.shape)
                 losses_G = losses_G + (penalty_N if weights_GP is None else (weights_GP * penalty_GP).sum(1))
             total = torch.where(is_image_G, losses_G, 0).sum()
             slopes = torch.autograd.grad(total, leaves, allow_unused=True)
         # A margin may return anything for padding, also NaN; and an image without negatives has none to weigh.
-        slope_mass_G = torch.where(is_image_G & (columns.sum_G > 0), slope_mass_G, 0)
+        slope_mass_G = torch.where(is_image_G & (sums.sum_G > 0), slope_mass_G, 0)
         bias_gradient = slope_logits_G = slope_norm_G = None
         if slopes[1] is not None:
             slope_norm_N = torch.where(is_label_N, slopes[1], 0)
             slope_norm_G = slope_norm_N if weights_GP is None else slope_norm_N.view(logits_GP.shape).sum(1)
-        if columns.second_G is not None and margin.learns_bias:
-            bias_gradient = slopes[2] + (slope_mass_G * columns.second_G).sum()
-        elif columns.second_G is not None:
-            assert weights_GP is not None and columns.num_classes is not None
-            slope_logits_G = -columns.smoothing * weights_GP.sum(1) / columns.num_classes
+        if sums.second_G is not None and margin.learns_bias:
+            bias_gradient = slopes[2] + (slope_mass_G * sums.second_G).sum()
+        elif sums.second_G is not None:
+            assert weights_GP is not None and sums.num_classes is not None
+            slope_logits_G = -sums.smoothing * weights_GP.sum(1) / sums.num_classes
         # A step in which no rank brings an image has loss 0, not 0 / 0.
         mean = total.detach() / draw.num_images.clamp_min(1)
         return LossesAndSlopes(

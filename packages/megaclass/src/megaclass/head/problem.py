@@ -60,7 +60,7 @@ class Problem:
     is_sigmoid: bool = False
     """The mass is a sum of log(1 + exp(z)), not of exp(z)."""
     second: Literal["slope", "logit"] | None = None
-    """A second sum: of 1 / (1 + exp(-z)) with is_sigmoid, whose gradient nobody needs; or of z, which has one."""
+    """A second sum: of z, which has a gradient; or with is_sigmoid of 1 / (1 + exp(-z)), whose gradient is not needed."""
     curriculum: tuple[Tensor, Tensor] | None = None
     """CurricularFace's borders (G,) and t (), where negative_logits is its rule: fused kernels know it."""
     stored: "Stored | None" = None

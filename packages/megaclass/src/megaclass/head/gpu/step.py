@@ -25,7 +25,7 @@ from megaclass.head.gather_batch import largest_batch
 from megaclass.head.gpu import images as gpu_images
 from megaclass.head.gpu import rows as gpu_rows
 from megaclass.head.gpu.rows import StepNumbers
-from megaclass.head.losses import Columns
+from megaclass.head.losses import NegativeSums
 from megaclass.head.margins import Margin, Targets
 from megaclass.head.plain_step import PlainStep
 from megaclass.head.problem import Kernel
@@ -72,7 +72,7 @@ class FusedStep(PlainStep):
         return gpu_images.prepare(gathered, context.store, product_dtype), gathered
 
     def _note_overflow(
-        self, gathered: gpu_images.Gathered, images: GatheredImages, columns: Columns, num_overflowed: Tensor
+        self, gathered: gpu_images.Gathered, images: GatheredImages, sums: NegativeSums, num_overflowed: Tensor
     ) -> None:
         """Records the first fault of any kind in one launch, and looks at the copy of some forwards ago."""
         first_fault, num_classes = self.faults.first_fault, self.context.settings.num_classes
@@ -84,19 +84,19 @@ class FusedStep(PlainStep):
         draw: StepDraw,
         images: GatheredImages,
         targets: Targets,
-        columns: Columns,
+        sums: NegativeSums,
         cosines_N: Tensor,
         margin: Margin,
     ) -> LossesAndSlopes:
         if self._margin_numbers is None:
-            return super()._losses(draw, images, targets, columns, cosines_N, margin)
+            return super()._losses(draw, images, targets, sums, cosines_N, margin)
         if margin != self._margin_now:
             gpu_images.write_margin_(margin, self._margin_numbers)
             self._margin_now = margin
         return gpu_images.finish_losses(
             margin,
             self._margin_numbers,
-            columns.sum_G,
+            sums.sum_G,
             cosines_N,
             images.is_image_G,
             draw.num_images,
