@@ -19,9 +19,9 @@ from megaclass.data.decode import Fit
 from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings, start_fork_server
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.order import Order, rank_batch
+from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.data.sources.tensors import collated
-from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 from megaclass.image_size import is_sequence
 from megaclass.keyed_random import combine64

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,89 +95,17 @@ class OtherSizeError(DataError):
     """An image of another size. The file is not bad, so it is never skipped: the user must choose how to fit it."""
 
 
-class Images(Protocol):
-    """Images by number."""
-
-    @property
-    def image_size(self) -> ImageSize: ...
-
-    @property
-    def resized(self) -> set[int]:
-        """Numbers of the images decoded so far that had another size."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """Returns the name of the image for error messages."""
-        ...
-
-    def content(self, index: int) -> Hashable:
-        """Returns what tells the image from others: images of equal content are embedded once."""
-        ...
-
-    def pixels(self, index: int) -> Pixels:
-        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Samples:
-    """Features or sequences, which a network takes as they are."""
-
-    image_size: ImageSize
-    """(1, W) or (0, W), of the model."""
-    num_samples: int
-    read: ReadSamples
-    name: Callable[[int], str] = "sample {}".format
-    resized: set[int] = field(default_factory=set)
-    """Always empty."""
-
-    @classmethod
-    def given(cls, given: object, image_size: ImageSize) -> "Samples":
-        """Returns what a caller gives: a matrix of features, or a list of sequences."""
-        rows = given_samples(given, image_size)
-        return cls(
-            image_size=image_size,
-            num_samples=len(rows),
-            read=lambda indices: rows[indices] if isinstance(rows, Tensor) else [rows[index] for index in indices],
-        )
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def content(self, index: int) -> Hashable:
-        return index
-
-    def pixels(self, index: int) -> Pixels:
-        raise DataError(f"{self.name(index)} is not an image.")
-
-    def inputs(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Returns the arguments of the network for these samples."""
-        samples, lengths = collated(self.read, np.asarray(indices, dtype=np.int64), self.name)
-        samples = samples.float() if samples.is_floating_point() else samples
-        return (samples,) if lengths is None else (samples, lengths)
-
-
-def images_of_source(source: ImageSource, image_size: ImageSize, fit: Fit | None) -> "Samples | SourceImages":
-    """Returns the images or samples of labelled data, for a model that takes samples of this size."""
-    given = source.image_size
-    if not isinstance(source, TensorSource) and not has_rows(image_size):
-        return SourceImages(source=source, image_size=image_size, fit=fit)
-    if not isinstance(source, TensorSource) or given != height_and_width(image_size):
-        raise DataError(
-            f"The model takes samples of {shown_size(image_size)}, but those of {source.describe()} have {shown_size(given)}."
-        )
-    return Samples(image_size=image_size, num_samples=source.num_images, read=source.tensors, name=source.name_of)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FittedImages(ABC):
-    """Images that are fitted to the size of the model, or refused without a fit."""
+class Images(ABC):
+    """Images by number, which are fitted to the size of the model, or refused without a fit."""
 
     image_size: ImageSize
     fit: Fit | None = None
     resized: set[int] = field(default_factory=set)
+    """Numbers of the images decoded so far that had another size."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -189,10 +116,11 @@ class _FittedImages(ABC):
         """Returns the image in its own size."""
 
     def content(self, index: int) -> Hashable:
-        """Returns the number of the image: nothing is known about its content."""
+        """Returns what tells the image from others, of which one is embedded: its number if nothing is known."""
         return index
 
     def pixels(self, index: int) -> Pixels:
+        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
         if has_rows(self.image_size):
             raise OtherSizeError(
                 f"{self.name(index)} is an image, but the model takes samples of {shown_size(self.image_size)}."
@@ -213,7 +141,53 @@ class _FittedImages(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairImages(_FittedImages):
+class Samples(Images):
+    """Features or sequences, which a network takes as they are; image_size is (1, W) or (0, W)."""
+
+    num_samples: int
+    read: ReadSamples
+    names: Callable[[int], str] = "sample {}".format
+
+    @classmethod
+    def given(cls, given: object, image_size: ImageSize) -> "Samples":
+        """Returns what a caller gives: a matrix of features, or a list of sequences."""
+        rows = given_samples(given, image_size)
+        return cls(
+            image_size=image_size,
+            num_samples=len(rows),
+            read=lambda indices: rows[indices] if isinstance(rows, Tensor) else [rows[index] for index in indices],
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def name(self, index: int) -> str:
+        return self.names(index)
+
+    def _decoded(self, index: int) -> Pixels:
+        raise DataError(f"{self.name(index)} is not an image.")
+
+    def inputs(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Returns the arguments of the network for these samples."""
+        samples, lengths = collated(self.read, np.asarray(indices, dtype=np.int64), self.name)
+        samples = samples.float() if samples.is_floating_point() else samples
+        return (samples,) if lengths is None else (samples, lengths)
+
+
+def images_of_source(source: ImageSource, image_size: ImageSize, fit: Fit | None) -> Images:
+    """Returns the images or samples of labelled data, for a model that takes samples of this size."""
+    given = source.image_size
+    if not isinstance(source, TensorSource) and not has_rows(image_size):
+        return SourceImages(source=source, image_size=image_size, fit=fit)
+    if not isinstance(source, TensorSource) or given != height_and_width(image_size):
+        raise DataError(
+            f"The model takes samples of {shown_size(image_size)}, but those of {source.describe()} have {shown_size(given)}."
+        )
+    return Samples(image_size=image_size, num_samples=source.num_images, read=source.tensors, names=source.name_of)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairImages(Images):
     """The 2N encoded images of a verification set."""
 
     pair_set: PairSet
@@ -233,7 +207,7 @@ class PairImages(_FittedImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceImages(_FittedImages):
+class SourceImages(Images):
     """The images of labelled data, read on access."""
 
     source: ImageSource
@@ -249,7 +223,7 @@ class SourceImages(_FittedImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenImages(_FittedImages):
+class GivenImages(Images):
     """Images that a caller gives: paths of files, Pillow images, arrays and tensors of bytes, in any mixture."""
 
     images: Sequence[object]
@@ -310,14 +284,11 @@ def pixels_of(image: object, name: str) -> Pixels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignedImages:
-    """Photos with five landmarks each, rotated and scaled onto the standard face."""
+class AlignedImages(Images):
+    """Photos with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
-    image_size: ImageSize
-    resized: set[int] = field(default_factory=set)
-    """Always empty: alignment gives every photo the size of the model."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -325,11 +296,7 @@ class AlignedImages:
     def name(self, index: int) -> str:
         return str(self.paths[index])
 
-    def content(self, index: int) -> Hashable:
-        """Returns the number of the photo: it may show several faces, each with landmarks of its own."""
-        return index
-
-    def pixels(self, index: int) -> Pixels:
+    def _decoded(self, index: int) -> Pixels:
         height, width = height_and_width(self.image_size)
         if height != width:
             raise DataError(
