@@ -68,19 +68,34 @@ class Centres:
         seed: int,
         device: torch.device,
         fewest_classes: int,
+        is_cosine: bool = True,
+        has_bias: bool = False,
     ) -> None:
-        """fewest_classes: classes on the rank that has the fewest."""
+        """fewest_classes: classes on the rank that has the fewest.
+
+        is_cosine: only directions enter the loss. has_bias: the last number of each centre is a bias, which starts at 0.
+        """
+        self.is_cosine = is_cosine
         self.classes, self.num_subcentres, self.seed, self.optimizer = classes, num_subcentres, seed, optimizer
         self._fewest_rows = fewest_classes * num_subcentres
         dtype = STORAGE_DTYPES[storage]
         self.weight_RD = torch.empty((len(classes) * num_subcentres, embedding_dim), dtype=dtype, device=device)
         self._draw_initial()
+        if has_bias:
+            self.weight_RD[:, -1] = 0
         self.state = optimizer.new_state(self.weight_RD)
         self.overwrite_check = OverwriteCheck(self.weight_RD, self._fewest_rows)
 
     @property
     def work_dtype(self) -> torch.dtype:
         return torch.float64 if self.weight_RD.dtype == torch.float64 else torch.float32
+
+    def directions(self, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the vectors that images are compared with, in the work dtype: unit vectors, and 1 / length of the rows.
+
+        For inner products the rows as they are, and ones.
+        """
+        return unit_rows(rows_RD, self.work_dtype, is_cosine=self.is_cosine)
 
     def rows(self) -> dict[str, Tensor]:
         """Returns the centres and their optimizer state; first dimension R."""
@@ -155,15 +170,6 @@ class Centres:
             rows_ND.copy_((F.normalize(turned_ND) * lengths_N).where(is_given_N, old_ND))
         self.overwrite_check.renew()
 
-    def cosines_to(self, unit_MD: Tensor) -> Tensor:
-        """Returns the (K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
-        best = []
-        # In blocks of whole classes: normalising all centres at once would need as much memory again.
-        for block in self.weight_RD.split(max(1, (1 << 16) // self.num_subcentres) * self.num_subcentres):
-            cosines = unit_rows(block, self.work_dtype)[0] @ unit_MD.T
-            best.append(cosines.unflatten(0, (-1, self.num_subcentres)).amax((1, 2)))
-        return torch.cat(best)
-
     def update_(
         self,
         rows: slice | Tensor,
@@ -183,10 +189,12 @@ class Centres:
         stored = {name: take_rows(tensor, rows) for name, tensor in self.rows().items()}
         moved = {name: tensor if in_place else self._working_copy(tensor) for name, tensor in stored.items()}
         weight_RD = moved.pop("weight")
-        unit_RD, inverse_R = unit_rows(weight_RD, self.work_dtype)
-        # The chain rule of the normalisation: only what is orthogonal to the centre changes its direction.
-        along_R = (unit_RD * grad_unit_RD).sum(1, keepdim=True)
-        grad_RD = grad_unit_RD.sub_(unit_RD.mul_(along_R)).mul_(inverse_R[:, None])
+        grad_RD = grad_unit_RD
+        if self.is_cosine:
+            unit_RD, inverse_R = self.directions(weight_RD)
+            # The chain rule of the normalisation: only what is orthogonal to the centre changes its direction.
+            along_R = (unit_RD * grad_unit_RD).sum(1, keepdim=True)
+            grad_RD = grad_unit_RD.sub_(unit_RD.mul_(along_R)).mul_(inverse_R[:, None])
         if squares is not None:
             # Rows that mask_R leaves out have no gradient: padding, and sub-centres that no image is closest to.
             squares.append(torch.linalg.vector_norm(grad_RD, dim=1).double().square().sum())

@@ -18,6 +18,7 @@ from megaclass.errors import DataError
 from megaclass.evaluation.gallery import read_rows_and_names
 from megaclass.evaluation.images import GivenImages, find_images
 from megaclass.evaluation.search import GalleryShard, search
+from megaclass.image_size import has_rows
 from megaclass_launch.files import published_file, write_text
 
 ImageInput = str | Path | bytes | io.IOBase | Image.Image | NDArray[np.uint8] | Tensor
@@ -118,7 +119,10 @@ class ImageIndex:
 
 def index_of(model: "LoadedModel", gallery: Any, *, fit: Fit | None, mirror: bool, faiss: str | None) -> ImageIndex:
     """Makes the index of a folder, a list of images, or an .npy file of `megaclass embed`."""
-    if isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
+    if has_rows(model.image_size):
+        rows_ND = model.embed(gallery)
+        paths: Sequence[str] = [str(number) for number in range(len(rows_ND))]
+    elif isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
         rows_ND, paths = read_rows_and_names(Path(gallery))
         rows_ND = model.rows(np.asarray(rows_ND))
     else:

@@ -334,7 +334,8 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
 def _own_centres(run: Run, model: Model) -> ClassShard:
     head = model.head
     shard = ClassShard.of(head.rows()["weight"], head.classes.start, run.classes, len(head.classes))
-    return replace(shard, num_images_C=np.bincount(run.source.labels, minlength=head.num_classes))
+    labels = run.source.labels
+    return replace(shard, num_images_C=np.bincount(labels[labels >= 0], minlength=head.num_classes))
 
 
 def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: set[str]) -> list[SetResult]:
