@@ -8,7 +8,7 @@ import csv
 import io
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from megaclass.evaluation.images import Images, PairImages, SourceImages
 from megaclass.evaluation.report.templates import picture, render
 from megaclass.evaluation.suspects import Finding, Suspects, find_in_training, find_suspects, merged_classes
 from megaclass.inference.loaded_model import LoadedModel
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import write_text
 
 LIST, PAGE = "findings.tsv", "findings.html"
@@ -205,7 +206,7 @@ def apply(
     findings: Sequence[Finding],
     out: Path,
     names: Sequence[str],
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> PackResult:
     """Writes the data as the findings say into a new folder: moved and removed images, merged and removed classes."""
     labels_N = np.array(source.labels, dtype=np.int64)
