@@ -11,9 +11,10 @@ import io
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +24,10 @@ from torch import Tensor
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, pillow_to_rgb
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.data.sources.tensors import ReadSamples, collated, given_samples
 from megaclass.errors import DataError
-from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass.image_size import ImageSize, has_rows, height_and_width, shown_size
 from megaclass_launch.ranks.collectives import group_rank
 
 Floats = NDArray[np.float64]
@@ -34,32 +36,47 @@ Floats = NDArray[np.float64]
 STANDARD_POINTS = np.array(
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
+# InsightFace's IJB scripts add 8 in float32 to points for pictures 96 pixels wide, which rounds the last one differently.
+IJB_POINTS = np.array([*STANDARD_POINTS[:4], [70.729904, 92.2041]])
 _STANDARD_SIZE = 112
 
 
-def similarity_transform(points_N2: Floats, targets_N2: Floats) -> Floats:
+def similarity_transform(points_N2: NDArray[Any], targets_N2: NDArray[Any]) -> Floats:
     """Returns the (2, 3) matrix of the rotation, scale and shift that bring the points closest to the targets.
 
     Least squares without mirroring, in Umeyama's closed form: the singular value decomposition of the covariance gives the
-    rotation.
+    rotation. The order of operations and, for float32, their precision are those of scikit-image's SimilarityTransform.
     """
     mean, target_mean = points_N2.mean(axis=0), targets_N2.mean(axis=0)
     centred, target_centred = points_N2 - mean, targets_N2 - target_mean
-    left, spread, right = np.linalg.svd(target_centred.T @ centred)
+    left, spread, right = np.linalg.svd(target_centred.T @ centred / len(points_N2))
     # Without this factor the best fit to crossed landmarks could be a mirror image.
     signs = np.array([1.0, np.sign(np.linalg.det(left) * np.linalg.det(right))])
     rotation = left @ np.diag(signs) @ right
-    scale = (spread * signs).sum() / np.square(centred).sum()
-    return np.column_stack([scale * rotation, target_mean - scale * rotation @ mean])
+    scale = 1.0 / centred.var(axis=0).sum() * (spread @ signs)
+    return np.column_stack([scale * rotation, target_mean - scale * (rotation @ mean)])
 
 
-def align(photo_HW3: NDArray[np.uint8], points_52: Floats, image_size: int, *, where: str) -> NDArray[np.uint8]:
-    """Returns the aligned face (S, S, 3): bilinear, black outside the photo. where: names the photo in errors."""
+def align(
+    photo_HW3: NDArray[np.uint8],
+    points_52: Floats,
+    image_size: int,
+    *,
+    where: str,
+    standard_52: Floats = STANDARD_POINTS,
+) -> NDArray[np.uint8]:
+    """Returns the aligned face (S, S, 3): bilinear, black outside the photo.
+
+    where: names the photo in errors.
+    standard_52: where the landmarks belong in a picture of 112 x 112.
+    """
     if not np.isfinite(points_52).all() or np.ptp(points_52, axis=0).max() == 0:
         raise DataError(
             f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and must not all be one point."
         )
-    matrix_23 = similarity_transform(points_52, STANDARD_POINTS * (image_size / _STANDARD_SIZE))
+    # InsightFace's landmarks are float32. In float64 one place in 2,000 is rounded to another 1/32 of a pixel.
+    targets_52 = standard_52.astype(np.float32) * np.float32(image_size / _STANDARD_SIZE)
+    matrix_23 = similarity_transform(points_52.astype(np.float32), targets_52)
     return warp_affine(photo_HW3, matrix_23, image_size)
 
 
@@ -120,6 +137,10 @@ class Images(ABC):
 
     def pixels(self, index: int) -> Pixels:
         """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
+        if has_rows(self.image_size):
+            raise OtherSizeError(
+                f"{self.name(index)} is an image, but the model takes samples of {shown_size(self.image_size)}."
+            )
         image_HW3 = self._decoded(index)
         size = height_and_width(self.image_size)
         if image_HW3.shape[:2] == size:
@@ -133,6 +154,52 @@ class Images(ABC):
             )
         self.resized.add(index)
         return fit_image(image_HW3, size, self.fit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(Images):
+    """Features or sequences, which a network takes as they are; image_size is (1, W) or (0, W)."""
+
+    num_samples: int
+    read: ReadSamples
+    names: Callable[[int], str] = "sample {}".format
+
+    @classmethod
+    def given(cls, given: object, image_size: ImageSize) -> "Samples":
+        """Returns what a caller gives: a matrix of features, or a list of sequences."""
+        rows = given_samples(given, image_size)
+        return cls(
+            image_size=image_size,
+            num_samples=len(rows),
+            read=lambda indices: rows[indices] if isinstance(rows, Tensor) else [rows[index] for index in indices],
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def name(self, index: int) -> str:
+        return self.names(index)
+
+    def _decoded(self, index: int) -> Pixels:
+        raise DataError(f"{self.name(index)} is not an image.")
+
+    def inputs(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Returns the arguments of the network for these samples."""
+        samples, lengths = collated(self.read, np.asarray(indices, dtype=np.int64), self.name)
+        samples = samples.float() if samples.is_floating_point() else samples
+        return (samples,) if lengths is None else (samples, lengths)
+
+
+def images_of_source(source: ImageSource, image_size: ImageSize, fit: Fit | None) -> Images:
+    """Returns the images or samples of labelled data, for a model that takes samples of this size."""
+    given = source.image_size
+    if not isinstance(source, TensorSource) and not has_rows(image_size):
+        return SourceImages(source=source, image_size=image_size, fit=fit)
+    if not isinstance(source, TensorSource) or given != height_and_width(image_size):
+        raise DataError(
+            f"The model takes samples of {shown_size(image_size)}, but those of {source.describe()} have {shown_size(given)}."
+        )
+    return Samples(image_size=image_size, num_samples=source.num_images, read=source.tensors, names=source.name_of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +301,7 @@ def pixels_of(image: object, name: str) -> Pixels:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedImages(Images):
-    """Photos with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
+    """Photos of an IJB set with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
@@ -253,7 +320,7 @@ class AlignedImages(Images):
                 f"of the landmarks is a square."
             )
         photo = decode_image(read_image_file(self.paths[index]), self.name(index))
-        return align(photo, self.points_N52[index], height, where=self.name(index))
+        return align(photo, self.points_N52[index], height, where=self.name(index), standard_52=IJB_POINTS)
 
 
 def find_images(folder: Path) -> list[Path]:
