@@ -3,6 +3,7 @@
 tests/megaclass/test_triton_interpreter.py starts the interpreter's tests.
 """
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.compiled_programs import compile_for
 from tests.triton_interpreter import interpreted, outside
 
 from megaclass.data import augment as reference
+from megaclass.data import augment_gpu
 from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, mirror_, normalise, parse_augment
 from megaclass.data.augment_gpu import prepare as prepare_module
 from megaclass.data.augment_gpu import programs
@@ -123,10 +125,12 @@ def test_only_an_augmentation_of_the_users_own_and_those_after_it_leave_the_prog
 
 @outside
 def test_without_triton_the_log_says_that_images_are_prepared_slowly(monkeypatch, caplog):
-    has_program.cache_clear()
-    monkeypatch.setattr(prepare_module, "_programs", lambda: None)
-    assert not has_program() and "Triton is not installed" in caplog.text
-    has_program.cache_clear()
+    monkeypatch.delattr(augment_gpu, "programs")
+    monkeypatch.setitem(sys.modules, programs.__name__, None)
+    prepare_module._programs.cache_clear()
+    assert not has_program() and not has_program()
+    prepare_module._programs.cache_clear()
+    assert caplog.text.count("Triton is not installed") == 1
 
 
 @interpreted

@@ -11,10 +11,10 @@ from megaclass.cli.main import main
 from megaclass.data.decode import encode_jpeg
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.tools.overlap import describe_overlap, find_overlaps
 from megaclass.data.tools.split import Split, is_unseen
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
+from megaclass.evaluation.training_overlap import describe_overlap, find_overlaps
 
 
 @pytest.fixture

@@ -30,13 +30,8 @@ _KNOWN = {name: (number, getattr(reference, name)) for number, name in enumerate
 _MAX_AUGMENTATIONS = 15
 
 
-@lru_cache(maxsize=1)
 def has_program() -> bool:
     """Tells whether Triton is there to compile the program; says once in the log that it is not."""
-    if _programs() is None:
-        _log.warning(
-            "Triton is not installed: images are prepared by functions of torch, which take 3 to 17 times as long"
-        )
     return _programs() is not None
 
 
@@ -149,5 +144,8 @@ def _programs() -> ModuleType | None:
     try:
         from megaclass.data.augment_gpu import programs
     except ImportError:
+        _log.warning(
+            "Triton is not installed: images are prepared by functions of torch, which take 3 to 17 times as long"
+        )
         return None
     return programs

@@ -55,15 +55,11 @@ class BatchPlan:
         return -(-self.global_batch // self.world_size)
 
     def order_of(self, source: ImageSource) -> Order:
+        sizes = {"num_images": source.num_images, "global_batch": self.global_batch, "seed": self.seed}
         if self.order == "file":
-            return FileOrder(num_images=source.num_images, global_batch=self.global_batch, seed=self.seed)
+            return FileOrder(**sizes)
         if self.order == "images":
-            return ImageOrder(
-                num_images=source.num_images,
-                global_batch=self.global_batch,
-                seed=self.seed,
-                keep_last=self.keep_last,
-            )
+            return ImageOrder(**sizes, keep_last=self.keep_last)
         return ClassOrder(
             source.labels, global_batch=self.global_batch, seed=self.seed, images_per_class=self.images_per_class
         )

@@ -104,25 +104,20 @@ def pack(
     )
 
 
+@dataclass
 class _Packing:
-    def __init__(
-        self,
-        source: ImageSource,
-        options: PackOptions,
-        is_label_in_id2: bool,
-        num_threads: int,
-        bad_images: BadImages,
-        on_progress: OnProgress,
-    ) -> None:
-        self.source = source
-        self.options = options
-        self.is_label_in_id2 = is_label_in_id2
-        self.num_threads = num_threads
-        self.bad_images = bad_images
-        self.on_progress = on_progress
-        self.by_class = np.argsort(source.labels, kind="stable")
-        self.image_size = source.image_size if options.image_size is None else height_and_width(options.image_size)
-        self.num_other_size = 0
+    source: ImageSource
+    options: PackOptions
+    is_label_in_id2: bool
+    num_threads: int
+    bad_images: BadImages
+    on_progress: OnProgress
+    num_other_size: int = 0
+
+    def __post_init__(self) -> None:
+        size = self.options.image_size
+        self.by_class = np.argsort(self.source.labels, kind="stable")
+        self.image_size = self.source.image_size if size is None else height_and_width(size)
 
     def write(self, folder: Path) -> None:
         if self.options.layout == "rec":
