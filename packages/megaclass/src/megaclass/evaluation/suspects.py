@@ -56,7 +56,7 @@ class LabelFinding:
     """Of the image with its class; of a class the mean over its images."""
     other_cosine: float = 1.0
     text: str = ""
-    """Where a class of a test was found."""
+    """Name of the identity of a test."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
