@@ -20,10 +20,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaclass.backbones import check_backbone
+from megaclass.backbones import OF_FEATURES, check_backbone
 from megaclass.config.read import is_data, load_config, load_config_values, overrides_of, to_toml, value_given
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
+from megaclass.data.sources.features import write_features
+from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError, TrainError
 from megaclass.metrics_file import read_metrics, read_summary
 from megaclass.progress import bar_on_demand
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from megaclass.inference import LoadedModel
 
 _logger = logging.getLogger("megaclass.training")
-# Every backbone takes images of this size: the real size is checked when the data is open.
-_SMALLEST_SIZE = 16
 _INTERRUPTED = (EXIT_RESUME_ME, 130)
 _ROWS_POLL_S = 0.2
 
@@ -131,10 +131,8 @@ def train(
     callbacks: each is called on rank 0 with every row of metrics (a dict); the run ends there, with all its results, after
         a callback that returns True.
     """
-    if data is not None and not isinstance(data, Mapping):
-        settings = {"data": {"path": str(data)}, **settings}
-    elif data is not None:
-        settings = {"data": data, **settings}
+    if data is not None:
+        settings = {"data": data if isinstance(data, Mapping) else {"path": str(data)}, **settings}
     given = [*overrides, *(one for name, value in settings.items() for one in overrides_of(name, value))]
     mode = StartMode(
         resume="auto" if resume is True else str(resume) if resume else None,
@@ -155,6 +153,45 @@ def train(
             f"The run in {run.folder} has failed with exit code {run.exit_code}: its error is printed above."
         )
     return run
+
+
+def fit(
+    features: Any,
+    labels: Any = None,
+    *overrides: str,
+    run_dir: str | Path = "runs/fit",
+    backbone: str = "linear",
+    overwrite: bool = False,
+    **settings: Any,
+) -> "LoadedModel":
+    """Trains a classifier of features with the recipe `features`, and returns the model, which classifies and searches.
+
+    Everything else of the run, such as its report, is in `run_dir`.
+
+    features: path of a .npy or .safetensors file with labels, which is mapped into memory (docs/other-fields.md); or a matrix
+        (N, W), which is first written into the folder RUN_DIR-data: a matrix of more than half the memory is given as a file.
+    labels: integers or names (N,), or integers (N, K) for several labels per row with -1 after the last one; None for a file.
+    overrides: as for `train`, and so are overwrite and settings.
+    backbone: "linear", "mlp", or "none", with which the features themselves are compared with the class centres.
+    """
+    is_file = isinstance(features, str | Path)
+    if is_file != (labels is None):
+        raise DataError(
+            "fit() was given a file of features and labels: its labels are in the file, or in X.labels.npy next to X.npy."
+            if is_file
+            else "fit() was given features without labels: one per row is needed."
+        )
+    if not is_file:
+        if world_from_environment().size > 1:
+            raise DataError("fit() on several ranks takes the path of a file, which every rank opens, not a matrix.")
+        if not overwrite and not settings.get("resume"):
+            RunFolder(Path(run_dir)).check_free()
+        features = write_features(features, labels, Path(f"{run_dir}-data"))
+    given = [f"train.run_dir={run_dir}", f"backbone.name={backbone}"]
+    if backbone == "none":
+        given.append(f"backbone.embedding_dim={open_source(features).image_size[1]}")
+    chosen = choose_recipe(str(features))
+    return train(chosen.path, *chosen.overrides, *given, *overrides, overwrite=overwrite, **settings).model
 
 
 def start_training(
@@ -240,9 +277,9 @@ def _train_here(
 
 def _check_settings(config: Config) -> None:
     """Builds what needs no data, for its errors: a typing mistake should not cost the start of the ranks."""
-    check_backbone(
-        config.backbone.name, config.data.size or (config.synth.size if config.synth.identities else _SMALLEST_SIZE)
-    )
+    name, size = config.backbone.name, config.data.size or (config.synth.size if config.synth.identities else None)
+    # Whether the data fits a backbone for features is known when it is open.
+    check_backbone(name, None if name in OF_FEATURES else size)
     build_margin(config.head)
     parse_augment(config.data.augment)
 
@@ -264,33 +301,28 @@ def _rows_of_ranks(run_dir: Path, callbacks: Sequence[Callback]) -> Iterator[Non
     begun, is_over, errors = time.time(), threading.Event(), list[BaseException]()
 
     def follow() -> None:
-        last, place = None, 0
-        while True:
-            # Once more after the end, for the last rows.
-            is_last = is_over.wait(_ROWS_POLL_S)
-            if last is None:
-                # The rows of an earlier run in this folder, or of an earlier start, do not count.
-                events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
-                last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
-            rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
-            for row in rows:
-                if last is not None and row["step"] > last:
-                    last = row["step"]
-                    asked = [callback(dict(row)) is True for callback in callbacks]
-                    if any(asked):
-                        RunFolder(run_dir).request_end()
-            if is_last:
-                return
-
-    def follow_and_keep_error() -> None:
+        last, place, is_last = None, 0, False
         try:
-            follow()
+            while not is_last:
+                # Once more after the end, for the last rows.
+                is_last = is_over.wait(_ROWS_POLL_S)
+                if last is None:
+                    # The rows of an earlier run in this folder, or of an earlier start, do not count.
+                    events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
+                    last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
+                rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
+                for row in rows:
+                    if last is not None and row["step"] > last:
+                        last = row["step"]
+                        asked = [callback(dict(row)) is True for callback in callbacks]
+                        if any(asked):
+                            RunFolder(run_dir).request_end()
         except BaseException as error:
             errors.append(error)
             with contextlib.suppress(OSError):
                 RunFolder(run_dir).request_end()
 
-    thread = threading.Thread(target=follow_and_keep_error, name="megaclass-callbacks", daemon=True)
+    thread = threading.Thread(target=follow, name="megaclass-callbacks", daemon=True)
     thread.start()
     try:
         yield
@@ -394,7 +426,6 @@ def evaluate(
     nproc: number of processes to start on this machine, for a model that is a run folder or a file.
     on_result: called on rank 0 with each result as soon as it is there.
     """
-    from megaclass.data.sources.open_source import open_source
     from megaclass.distributed.agreement import on_every_rank
     from megaclass.evaluation.protocol import Evaluator
     from megaclass.evaluation.sets import evaluate_sets, sets_of_main_rank

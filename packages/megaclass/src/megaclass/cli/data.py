@@ -134,10 +134,20 @@ def add_data_commands(commands: "Commands") -> None:
 def _run_and_print(
     run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], options: argparse.Namespace, given: list[str]
 ) -> int:
+    command = run.__name__.removeprefix("_")
+    if command not in ("stage", "inspect"):
+        _refuse_features(command, str(getattr(options, "path", "")))
     code, result, text = run(options)
     # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
     print(json.dumps(result, indent=1) if options.json else plain_lines(text))
     return code
+
+
+def _refuse_features(command: str, path: str) -> None:
+    from megaclass.data.sources.features import FeatureFormat
+
+    if FeatureFormat.matches(path):
+        raise DataError(f"megaclass data {command} is for images, but {path} is a file of features.")
 
 
 def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

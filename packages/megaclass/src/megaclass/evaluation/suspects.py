@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megaclass.errors import DataError
-from megaclass.evaluation.search import GalleryShard, full_precision, search_shard
+from megaclass.evaluation.search import GalleryShard, full_precision, search
 
 # Two classes are one identity if their images are at least this close to the other's mean, as a share of the cosine with their
 # own: on Glyphs 0.99 or more, where the closest of 3,000 characters reach 0.95 in four cases. All shares here were chosen there
@@ -83,7 +83,7 @@ def find_suspects(
         for _ in range(_NUM_ROUNDS):
             sums_CD, counts_C, own_N = _compare_with_own(rows, merged, num_classes, is_sound)
             gallery = GalleryShard(embeddings_ND=functional.normalize(sums_CD), labels_N=np.arange(num_classes))
-            found = search_shard(rows, gallery, 1, device, merged.cpu().numpy())
+            found = search(rows, gallery, k=1, device=device, probe_labels_P=merged.cpu().numpy(), is_alone=True)
             other_N, others_N = found.other_scores_Pk[:, 0], found.other_indices_Pk[:, 0]
             # A comparison with NaN is false: the only image of a class is not judged.
             usual = torch.nanmedian(own_N)
@@ -168,7 +168,8 @@ def find_in_training(tests_TD: Tensor, suspects: Suspects, device: torch.device)
 
     tests_TD: mean of the unit embeddings of an identity, or one unit embedding.
     """
-    found = search_shard(tests_TD, GalleryShard(embeddings_ND=suspects.unit_CD), 1, device)
+    gallery = GalleryShard(embeddings_ND=suspects.unit_CD)
+    found = search(tests_TD, gallery, k=1, device=device, is_alone=True)
     cosines_T, classes_T = found.other_scores_Pk[:, 0], found.other_indices_Pk[:, 0]
     is_found = (cosines_T > _IN_TRAINING_SHARE * suspects.own_C[classes_T]) & (suspects.own_C[classes_T] > 0)
     return [(row, int(classes_T[row]), float(cosines_T[row])) for row in is_found.nonzero()[:, 0].tolist()]

@@ -54,7 +54,7 @@ class IdentificationProtocol(EvaluationProtocol):
             probe_keys_P=given.probe_keys_P,
             group=evaluator.group,
         )
-        numbers = numbers_of(found, num_gallery=len(given.gallery))
+        numbers = numbers_of(found, num_gallery=len(given.labels_N))
         numbers["num_probes_in_gallery"] = None
         if given.probe_keys_P is not None and given.shard.keys_N is not None:
             is_inside_P = torch.from_numpy(np.isin(given.probe_keys_P, given.shard.keys_N)).to(evaluator.device)
