@@ -13,7 +13,7 @@ from megaclass.checkpoint.class_names import class_list
 from megaclass.cli.main import main
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
-from megaclass.evaluation.suspects import Finding, close_pairs, find_suspects, merged_classes
+from megaclass.evaluation.suspects import LabelFinding, close_pairs, find_suspects, merged_classes
 from megaclass.inference.clean import read_list
 
 _CPU = torch.device("cpu")
@@ -72,8 +72,8 @@ def test_a_model_that_tells_nothing_apart_is_an_error():
 
 def test_chains_of_doubled_classes_end_at_the_smallest_number():
     pairs = [(5, 4), (2, 4), (9, 5), (8, 7)]
-    merges = [Finding(kind="doubled", action="merge", label=a, other=b) for a, b in pairs]
-    kept = Finding(kind="doubled", action="keep", label=1, other=0)
+    merges = [LabelFinding(kind="doubled", action="merge", label=a, other=b) for a, b in pairs]
+    kept = LabelFinding(kind="doubled", action="keep", label=1, other=0)
     assert merged_classes([*merges, kept], 10).tolist() == [0, 1, 2, 3, 2, 2, 6, 7, 7, 2]
 
 

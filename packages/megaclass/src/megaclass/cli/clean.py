@@ -11,7 +11,7 @@ from megaclass.progress import bar_on_demand
 
 if TYPE_CHECKING:
     from megaclass.data.sources.source import ImageSource
-    from megaclass.evaluation.suspects import Finding
+    from megaclass.evaluation.suspects import LabelFinding
     from megaclass.inference import LoadedModel
 
 Result = tuple[int, dict[str, Any], str]
@@ -46,7 +46,7 @@ def _clean(options: argparse.Namespace) -> Result:
     path = options.data or load_config(settings).data.path
     source = open_source(path)
 
-    def find() -> "list[Finding]":
+    def find() -> "list[LabelFinding]":
         return review(_load(options.model, options), source, options.tests, options.fit)
 
     return _reviewed(options, source, path, _names(path, source), find)
@@ -68,7 +68,7 @@ def _merge(options: argparse.Namespace) -> Result:
     source = JoinedSource(parts)
     names = [name for path, part in zip(options.data, parts, strict=True) for name in _names(path, part)]
 
-    def find() -> "list[Finding]":
+    def find() -> "list[LabelFinding]":
         if options.like is None:
             return same_names(names)
         found = review(_load(options.like, options), source, fit=options.fit)
@@ -82,7 +82,7 @@ def _reviewed(
     source: "ImageSource",
     data: str,
     names: Sequence[str],
-    find: "Callable[[], list[Finding]]",
+    find: "Callable[[], list[LabelFinding]]",
 ) -> Result:
     """Writes list and page, unless an earlier list is to be applied; with --apply writes the new set."""
     from megaclass.inference.clean import LIST, PAGE, apply, counts_of, read_list, write_review

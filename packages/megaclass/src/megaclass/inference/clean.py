@@ -27,7 +27,7 @@ from megaclass.evaluation.embed import distinct_images
 from megaclass.evaluation.examples import images_of, thumbnails
 from megaclass.evaluation.images import Images, PairImages, SourceImages
 from megaclass.evaluation.report.templates import picture, render
-from megaclass.evaluation.suspects import Finding, Suspects, find_in_training, find_suspects, merged_classes
+from megaclass.evaluation.suspects import LabelFinding, Suspects, find_in_training, find_suspects, merged_classes
 from megaclass.inference.loaded_model import LoadedModel
 from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import write_text
@@ -47,7 +47,7 @@ _log = logging.getLogger("megaclass.inference")
 
 def review(
     model: LoadedModel, source: ImageSource, tests: Sequence[Path] = (), fit: Fit | None = None
-) -> list[Finding]:
+) -> list[LabelFinding]:
     """Embeds all images and returns the findings. tests: labelled images or .bin files whose identities must not be in it."""
     fit = fit or model.treatment.fit
     rows_ND = _embedded(model, SourceImages(source=source, image_size=model.image_size, fit=fit))
@@ -55,7 +55,7 @@ def review(
     return suspects.findings + [one for path in tests for one in _found_in_test(model, path, suspects, fit)]
 
 
-def _found_in_test(model: LoadedModel, path: Path, suspects: Suspects, fit: Fit | None) -> list[Finding]:
+def _found_in_test(model: LoadedModel, path: Path, suspects: Suspects, fit: Fit | None) -> list[LabelFinding]:
     """Returns the training classes that an identity of the test belongs to; in a .bin each distinct image counts as one."""
     images: Images
     if path.suffix == ".bin":
@@ -76,7 +76,9 @@ def _found_in_test(model: LoadedModel, path: Path, suspects: Suspects, fit: Fit 
     found = {label: (row, cosine) for row, label, cosine in find_in_training(means_TD, suspects, model.device)}
     own_C = suspects.own_C
     return [
-        Finding(kind="in-test", action="remove", label=n, cosine=float(own_C[n]), other_cosine=cosine, text=names[row])
+        LabelFinding(
+            kind="in-test", action="remove", label=n, cosine=float(own_C[n]), other_cosine=cosine, text=names[row]
+        )
         for n, (row, cosine) in sorted(found.items())
     ]
 
@@ -90,17 +92,17 @@ def _embedded(model: LoadedModel, images: Images) -> NDArray[np.float32]:
     return model.embed_source(images, mirror=model.treatment.mirror, on_bad=skip)
 
 
-def same_names(names: Sequence[str]) -> list[Finding]:
+def same_names(names: Sequence[str]) -> list[LabelFinding]:
     """Returns a finding for each class that has the name of an earlier one."""
     first = {name: number for number, name in reversed(list(enumerate(names)))}
     return [
-        Finding(kind="doubled", action="merge", label=number, other=first[name])
+        LabelFinding(kind="doubled", action="merge", label=number, other=first[name])
         for number, name in enumerate(names)
         if first[name] < number
     ]
 
 
-def counts_of(findings: Sequence[Finding]) -> dict[str, int]:
+def counts_of(findings: Sequence[LabelFinding]) -> dict[str, int]:
     """Returns how many findings there are of each kind."""
     counts = Counter(one.kind for one in findings)
     return {kind: counts[kind] for kind in _ACTIONS}
@@ -110,7 +112,7 @@ def counts_of(findings: Sequence[Finding]) -> dict[str, int]:
 
 
 def write_review(
-    folder: Path, source: ImageSource, data: str, names: Sequence[str], findings: Sequence[Finding]
+    folder: Path, source: ImageSource, data: str, names: Sequence[str], findings: Sequence[LabelFinding]
 ) -> None:
     text = io.StringIO(f"{_MARK}{source_hash(source)} {data}\n")
     text.seek(0, io.SEEK_END)
@@ -137,7 +139,9 @@ def write_review(
     write_text(folder / PAGE, page, is_private=True)
 
 
-def _card(source: ImageSource, one: Finding, names: Sequence[str], of_class: dict[int, list[int]]) -> dict[str, object]:
+def _card(
+    source: ImageSource, one: LabelFinding, names: Sequence[str], of_class: dict[int, list[int]]
+) -> dict[str, object]:
     def pictures(indices: Sequence[int]) -> list[object]:
         return [picture(jpeg) for jpeg in thumbnails(source, indices)]
 
@@ -153,7 +157,7 @@ def _card(source: ImageSource, one: Finding, names: Sequence[str], of_class: dic
     }
 
 
-def read_list(path: Path, source: ImageSource) -> list[Finding]:
+def read_list(path: Path, source: ImageSource) -> list[LabelFinding]:
     """Reads the list, which a person may have edited; each mistake is named with its line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -185,7 +189,7 @@ def read_list(path: Path, source: ImageSource) -> list[Finding]:
                     f"{where} has {cell!r} in the columns image to other_class: expected a number below {limit:,}."
                 )
             numbers.append(int(cell) if cell else -1)
-        found.append(Finding(kind=kind, action=action, image=numbers[0], label=numbers[1], other=numbers[2]))
+        found.append(LabelFinding(kind=kind, action=action, image=numbers[0], label=numbers[1], other=numbers[2]))
     return found
 
 
@@ -203,7 +207,7 @@ class _Relabelled(SplitPart):
 
 def apply(
     source: ImageSource,
-    findings: Sequence[Finding],
+    findings: Sequence[LabelFinding],
     out: Path,
     names: Sequence[str],
     on_progress: OnProgress = no_progress,
