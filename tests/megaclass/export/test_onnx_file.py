@@ -10,7 +10,7 @@ import torch
 from tests.shared_folder import made_once
 from torch import nn
 
-from megaclass.backbones import BACKBONES
+from megaclass.backbones import BACKBONES, OF_FEATURES
 from megaclass.backbones.iresnet import IResNet
 from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.vit import VisionTransformer
@@ -168,7 +168,11 @@ def test_an_export_that_gives_another_number_of_rows_is_refused(tmp_path, file_o
 
     monkeypatch.setattr(onnxruntime.InferenceSession, "run", one_row_too_many)
     exporter_gives(file_of_tiny)
-    _assert_refused(tmp_path, _drawn(TinyBackbone), r"For 1 image\(s\) .* expected one row per image")
+    _assert_refused(
+        tmp_path,
+        _drawn(TinyBackbone),
+        r"on 1 image\(s\): .* for 1 images: expected .* of shape \(batch, embedding size\)",
+    )
 
 
 def test_an_export_that_holds_for_one_size_of_batch_is_refused(tmp_path):
@@ -194,7 +198,9 @@ def test_a_model_that_onnxruntime_cannot_run_is_refused(tmp_path, file_of_tiny, 
 
     exporter_gives(file_of_tiny)
     monkeypatch.setattr(onnxruntime.InferenceSession, "run", fail)
-    with pytest.raises(ExportError, match=r"cannot run the ONNX model of TinyBackbone on 1 image\(s\): a node failed"):
+    with pytest.raises(
+        ExportError, match=r"cannot run the ONNX model of TinyBackbone on 1 image\(s\): .*a node failed"
+    ):
         export_onnx(tmp_path / "model.onnx", _drawn(TinyBackbone), image_size=_SIZE)
     assert list(tmp_path.iterdir()) == []
 
@@ -229,7 +235,7 @@ def test_every_family_of_backbones_runs_in_onnxruntime_at_any_batch(run_ranks, t
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", sorted({*BACKBONES} - {*_HUGE}))
+@pytest.mark.parametrize("name", sorted({*BACKBONES} - {*_HUGE, *OF_FEATURES}))
 def test_every_backbone_runs_in_onnxruntime_at_any_batch(tmp_path, name):
     _assert_runs_in_onnxruntime(tmp_path, BACKBONES[name])
 

@@ -4,6 +4,7 @@ enqueue() describes the call as a Request, submits it to the controller and retu
 the Operation. synchronize() waits for the Operation and forgets the handle.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -33,11 +34,8 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         return op
     if average is not None:
-        warnings.warn(
-            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     return Average
 
@@ -95,18 +93,22 @@ def enqueue(
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
-    for tensor in tensors:
-        check_tensor(kind, tensor)
     op, prescale, postscale, _, wire, keeps_error = reduction or _NO_REDUCTION
-    # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
-    inputs = [tensor.data for tensor in tensors]
+    inputs: list[Tensor] = []
+    dtypes: list[str] = []
+    shapes: list[torch.Size] = []
+    for tensor in tensors:
+        dtypes.append(check_tensor(kind, tensor))
+        shapes.append(tensor.shape)
+        # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
+        inputs.append(tensor.data)
     # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
     # but their hashes for the other ranks would differ.
     terms = terms_of(
         kind,
         number,
-        tuple([DTYPES[tensor.dtype] for tensor in inputs]),
-        tuple([tensor.shape for tensor in inputs]),
+        tuple(dtypes),
+        tuple(shapes),
         op,
         root,
         float(prescale),
@@ -148,8 +150,8 @@ def group_of(tensors: Iterable[Tensor], if_empty: type[Exception] = IndexError) 
     return tensors
 
 
-def check_tensor(kind: str, tensor: Tensor) -> None:
-    """Raises ValueError, in Horovod's words, for a tensor that this kind of operation cannot take."""
+def check_tensor(kind: str, tensor: Tensor) -> str:
+    """Returns the name of the dtype; ValueError, in Horovod's words, if this kind of operation cannot take the tensor."""
     dtype = tensor.dtype
     if tensor.layout is not _STRIDED:
         raise ValueError(
@@ -160,6 +162,7 @@ def check_tensor(kind: str, tensor: Tensor) -> None:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
+    return DTYPES[dtype]
 
 
 def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
@@ -185,8 +188,8 @@ def poll(handle: int) -> bool:
 
 def waited(start: Callable[[], int], pick: Callable[[Operation], Any] | None = None) -> Any:
     """Starts an operation and waits for it; returns its result, or `pick(operation)`."""
-    # Together: the engine thread is woken once, when there is no more to wait for.
-    with current.running().controller.together():
+    # Together: the engine thread is woken once, when there is no more to wait for. Without a job, start() raises the error.
+    with current.job.controller.together() if current.job is not None else contextlib.nullcontext():
         handle = start()
     return fetch(handle, pick or _result)
 
@@ -256,5 +259,5 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
-    number = current.running().next_barrier(process_set.process_set_id)
+    number = current.running().count("barrier", process_set.process_set_id)
     waited(lambda: enqueue("barrier", [], None, f"barrier.{number}", process_set))

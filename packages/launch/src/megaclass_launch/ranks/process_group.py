@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ _log = logging.getLogger("megaclass.distributed")
 
 _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
+_groups_of_this_process = itertools.count()
 _is_left_by_error = False
 """True if the default group is one that an error has ended."""
 _WITHOUT_LOST_RANKS = {
@@ -148,10 +150,7 @@ def abort_nccl(group: "dist.ProcessGroup | None" = None) -> None:
 def _leave_after_error(ends_process: bool) -> None:
     global _is_left_by_error
     if not ends_process:
-        end_gloo()
-        if dist.is_initialized():
-            # NCCL's: destroying it would wait for operations, and thus for a rank that may be gone.
-            dist.distributed_c10d._abort_process_group()
+        _abort_group()
         return
     _is_left_by_error = True
     # By then the error is printed. gloo's threads have to end before Python does; a group of NCCL is not touched.
@@ -161,11 +160,15 @@ def _leave_after_error(ends_process: bool) -> None:
 def _drop_group_left_by_error() -> None:
     global _is_left_by_error
     if _is_left_by_error:
-        end_gloo()
-        if dist.is_initialized():
-            # NCCL's: unlike destroying it, this waits for no rank.
-            dist.distributed_c10d._abort_process_group()
+        _abort_group()
     _is_left_by_error = False
+
+
+def _abort_group() -> None:
+    end_gloo()
+    if dist.is_initialized():
+        # NCCL's: destroying it would wait for operations, and thus for a rank that may be gone.
+        dist.distributed_c10d._abort_process_group()
 
 
 def _end_group() -> None:
@@ -317,9 +320,14 @@ def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name
     if not world.is_main and world.size > 1:
         hint.start()
     try:
-        return make_store(world, timeout_s, waits_for_all=True)
+        store = make_store(world, timeout_s, waits_for_all=True)
     finally:
         hint.cancel()
+    if world.size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    # torchrun's store outlives groups and restarts of the ranks: gloo would connect to the addresses of an earlier group.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megaclass/{attempt}/{next(_groups_of_this_process)}", store)  # type: ignore[attr-defined]
 
 
 def _waiting_for_rank_0(world: World, timeout_s: float) -> str:

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megaclass.data.augment import normalise, to_tensor
-from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
-from megaclass.evaluation.images import Images, OtherSizeError
+from megaclass.evaluation.images import Images, OtherSizeError, Samples
 from megaclass.image_size import ImageSize, height_and_width, shown_size
-from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
 _log = logging.getLogger("megaclass.evaluation")
 OnProgress = Callable[[int, int], None]
@@ -41,57 +38,6 @@ class Embedded:
 
     def normalised_ND(self) -> NDArray[np.float32]:
         return np.asarray(self.sums_ND / np.linalg.norm(self.sums_ND, axis=1, keepdims=True), dtype=np.float32)
-
-
-def embed_images(
-    network: nn.Module,
-    images: Images,
-    *,
-    device: torch.device,
-    batch_size: int = 64,
-    num_threads: int = 1,
-    mirror: bool = True,
-    group: dist.ProcessGroup | None = None,
-    on_progress: OnProgress | None = None,
-) -> Embedded:
-    """Collective. Embeds all images; the result is the same on every rank. The network keeps its train or eval mode.
-
-    Of images with equal content one is embedded: a set of 6,000 pairs names most of its images several times. Every rank
-    embeds a contiguous part, decoding batch by batch: at most two batches of pixels are in memory. An image that cannot be
-    decoded, has another size or an embedding that is not finite is an error that every rank raises. Rank 0 logs how many
-    images had another size and were fitted to the model's.
-
-    Traffic per rank: one all-gather of 4 KiB (did all ranks succeed?), one of ceil(N / W) x (D + 2) floats, where N counts
-    distinct images.
-    """
-    num_ranks = group_size(group)
-    firsts, places_N = distinct_images(images)
-    part = [firsts[place] for place in part_of_rank(len(firsts), group_rank(group), num_ranks)]
-
-    def report(done: int, _: int) -> None:
-        if on_progress is not None:
-            # This rank speaks for all: the others are about as far.
-            on_progress(min(len(firsts), done * num_ranks), len(firsts))
-
-    rows = on_every_rank(
-        lambda: embed_part(
-            network,
-            images,
-            part,
-            device=device,
-            batch_size=batch_size,
-            num_threads=num_threads,
-            mirror=mirror,
-            on_progress=report,
-        ),
-        device,
-        group,
-    )
-    is_resized = rows.new_tensor([[float(index in images.resized)] for index in part])
-    gathered = gather_blocks(torch.cat([rows, is_resized], dim=1), group).flatten(0, 1).cpu().numpy()[places_N]
-    if group_rank(group) == 0:
-        log_resized(int(gathered[:, -1].sum()), len(images), images.image_size, f"from {images.name(0)} on")
-    return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-2]), norms_N=np.ascontiguousarray(gathered[:, -2]))
 
 
 def distinct_images(images: Images) -> tuple[list[int], NDArray[np.int64]]:
@@ -165,8 +111,13 @@ def embed_part(
     rows: Tensor | None = None
     done = 0
     with evaluating(network), ThreadPoolExecutor(num_threads) as threads:
-        for indices, pixels, is_bad_B in _decoded_ahead(images, part, batch_size, threads, on_bad):
-            embedded = _embed_batch(network, pixels.to(device), mirror)
+        batches = (
+            _sample_batches(images, part, batch_size)
+            if isinstance(images, Samples)
+            else _decoded_ahead(images, part, batch_size, threads, on_bad)
+        )
+        for indices, inputs, is_bad_B in batches:
+            embedded = _embed_batch(network, tuple(one.to(device) for one in inputs), mirror)
             _require_usable(embedded, indices, images, is_bad_B.to(device))
             embedded[is_bad_B.to(device)] = torch.nan
             if rows is None:
@@ -183,7 +134,7 @@ def embed_part(
 
 def _decoded_ahead(
     images: Images, part: Sequence[int], batch_size: int, threads: ThreadPoolExecutor, on_bad: OnBad | None
-) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
+) -> Iterator[tuple[Sequence[int], tuple[Tensor, ...], Tensor]]:
     """Yields the numbers, the pixels and the bad images of each batch; a bad image is black.
 
     While the device works on one batch, the threads decode the next one and no more than that.
@@ -204,13 +155,23 @@ def _decoded_ahead(
                 on_bad(indices[row], error)
                 is_bad_B[row] = True
                 pixels.append(np.zeros((*height_and_width(images.image_size), 3), dtype=np.uint8))
-        yield indices, to_tensor(np.stack(pixels)), is_bad_B
+        yield indices, (to_tensor(np.stack(pixels)),), is_bad_B
 
 
-def _embed_batch(network: nn.Module, pixels_B: Tensor, mirror: bool) -> Tensor:
-    images_B = normalise(pixels_B)
-    straight_BD = network(images_B).float()
-    if not mirror:
+def _sample_batches(
+    samples: Samples, part: Sequence[int], batch_size: int
+) -> Iterator[tuple[Sequence[int], tuple[Tensor, ...], Tensor]]:
+    for start in range(0, len(part), batch_size):
+        indices = part[start : start + batch_size]
+        yield indices, samples.inputs(indices), torch.zeros(len(indices), dtype=torch.bool)
+
+
+def _embed_batch(network: nn.Module, inputs: tuple[Tensor, ...], mirror: bool) -> Tensor:
+    """Embeds pixels (B, 3, H, W) or, as they are, features or padded sequences with their lengths."""
+    is_image = inputs[0].dtype == torch.uint8
+    images_B, *lengths = (normalise(inputs[0]),) if is_image else inputs
+    straight_BD = network(images_B, *lengths).float()
+    if not (mirror and is_image):
         return torch.cat([straight_BD, straight_BD.norm(dim=1, keepdim=True)], dim=1)
     mirrored_BD = network(images_B.flip(3)).float()
     norms_B1 = (straight_BD.norm(dim=1, keepdim=True) + mirrored_BD.norm(dim=1, keepdim=True)) / 2

@@ -11,10 +11,10 @@ import io
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,10 @@ from torch import Tensor
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, pillow_to_rgb
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.data.sources.tensors import ReadSamples, collated, given_samples
 from megaclass.errors import DataError
-from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass.image_size import ImageSize, has_rows, height_and_width, shown_size
 from megaclass_launch.ranks.collectives import group_rank
 
 Floats = NDArray[np.float64]
@@ -35,32 +36,47 @@ Floats = NDArray[np.float64]
 STANDARD_POINTS = np.array(
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
+# InsightFace's IJB scripts add 8 in float32 to points for pictures 96 pixels wide, which rounds the last one differently.
+IJB_POINTS = np.array([*STANDARD_POINTS[:4], [70.729904, 92.2041]])
 _STANDARD_SIZE = 112
 
 
-def similarity_transform(points_N2: Floats, targets_N2: Floats) -> Floats:
+def similarity_transform(points_N2: NDArray[Any], targets_N2: NDArray[Any]) -> Floats:
     """Returns the (2, 3) matrix of the rotation, scale and shift that bring the points closest to the targets.
 
     Least squares without mirroring, in Umeyama's closed form: the singular value decomposition of the covariance gives the
-    rotation.
+    rotation. The order of operations and, for float32, their precision are those of scikit-image's SimilarityTransform.
     """
     mean, target_mean = points_N2.mean(axis=0), targets_N2.mean(axis=0)
     centred, target_centred = points_N2 - mean, targets_N2 - target_mean
-    left, spread, right = np.linalg.svd(target_centred.T @ centred)
+    left, spread, right = np.linalg.svd(target_centred.T @ centred / len(points_N2))
     # Without this factor the best fit to crossed landmarks could be a mirror image.
     signs = np.array([1.0, np.sign(np.linalg.det(left) * np.linalg.det(right))])
     rotation = left @ np.diag(signs) @ right
-    scale = (spread * signs).sum() / np.square(centred).sum()
-    return np.column_stack([scale * rotation, target_mean - scale * rotation @ mean])
+    scale = 1.0 / centred.var(axis=0).sum() * (spread @ signs)
+    return np.column_stack([scale * rotation, target_mean - scale * (rotation @ mean)])
 
 
-def align(photo_HW3: NDArray[np.uint8], points_52: Floats, image_size: int, *, where: str) -> NDArray[np.uint8]:
-    """Returns the aligned face (S, S, 3): bilinear, black outside the photo. where: names the photo in errors."""
+def align(
+    photo_HW3: NDArray[np.uint8],
+    points_52: Floats,
+    image_size: int,
+    *,
+    where: str,
+    standard_52: Floats = STANDARD_POINTS,
+) -> NDArray[np.uint8]:
+    """Returns the aligned face (S, S, 3): bilinear, black outside the photo.
+
+    where: names the photo in errors.
+    standard_52: where the landmarks belong in a picture of 112 x 112.
+    """
     if not np.isfinite(points_52).all() or np.ptp(points_52, axis=0).max() == 0:
         raise DataError(
             f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and must not all be one point."
         )
-    matrix_23 = similarity_transform(points_52, STANDARD_POINTS * (image_size / _STANDARD_SIZE))
+    # InsightFace's landmarks are float32. In float64 one place in 2,000 is rounded to another 1/32 of a pixel.
+    targets_52 = standard_52.astype(np.float32) * np.float32(image_size / _STANDARD_SIZE)
+    matrix_23 = similarity_transform(points_52.astype(np.float32), targets_52)
     return warp_affine(photo_HW3, matrix_23, image_size)
 
 
@@ -95,39 +111,17 @@ class OtherSizeError(DataError):
     """An image of another size. The file is not bad, so it is never skipped: the user must choose how to fit it."""
 
 
-class Images(Protocol):
-    """Images by number."""
-
-    @property
-    def image_size(self) -> ImageSize: ...
-
-    @property
-    def resized(self) -> set[int]:
-        """Numbers of the images decoded so far that had another size."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """Returns the name of the image for error messages."""
-        ...
-
-    def content(self, index: int) -> Hashable:
-        """Returns what tells the image from others: images of equal content are embedded once."""
-        ...
-
-    def pixels(self, index: int) -> Pixels:
-        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class _FittedImages(ABC):
-    """Images that are fitted to the size of the model, or refused without a fit."""
+class Images(ABC):
+    """Images by number, which are fitted to the size of the model, or refused without a fit."""
 
     image_size: ImageSize
     fit: Fit | None = None
     resized: set[int] = field(default_factory=set)
+    """Numbers of the images decoded so far that had another size."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -138,10 +132,15 @@ class _FittedImages(ABC):
         """Returns the image in its own size."""
 
     def content(self, index: int) -> Hashable:
-        """Returns the number of the image: nothing is known about its content."""
+        """Returns what tells the image from others, of which one is embedded: its number if nothing is known."""
         return index
 
     def pixels(self, index: int) -> Pixels:
+        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
+        if has_rows(self.image_size):
+            raise OtherSizeError(
+                f"{self.name(index)} is an image, but the model takes samples of {shown_size(self.image_size)}."
+            )
         image_HW3 = self._decoded(index)
         size = height_and_width(self.image_size)
         if image_HW3.shape[:2] == size:
@@ -158,7 +157,53 @@ class _FittedImages(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairImages(_FittedImages):
+class Samples(Images):
+    """Features or sequences, which a network takes as they are; image_size is (1, W) or (0, W)."""
+
+    num_samples: int
+    read: ReadSamples
+    names: Callable[[int], str] = "sample {}".format
+
+    @classmethod
+    def given(cls, given: object, image_size: ImageSize) -> "Samples":
+        """Returns what a caller gives: a matrix of features, or a list of sequences."""
+        rows = given_samples(given, image_size)
+        return cls(
+            image_size=image_size,
+            num_samples=len(rows),
+            read=lambda indices: rows[indices] if isinstance(rows, Tensor) else [rows[index] for index in indices],
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def name(self, index: int) -> str:
+        return self.names(index)
+
+    def _decoded(self, index: int) -> Pixels:
+        raise DataError(f"{self.name(index)} is not an image.")
+
+    def inputs(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Returns the arguments of the network for these samples."""
+        samples, lengths = collated(self.read, np.asarray(indices, dtype=np.int64), self.name)
+        samples = samples.float() if samples.is_floating_point() else samples
+        return (samples,) if lengths is None else (samples, lengths)
+
+
+def images_of_source(source: ImageSource, image_size: ImageSize, fit: Fit | None) -> Images:
+    """Returns the images or samples of labelled data, for a model that takes samples of this size."""
+    given = source.image_size
+    if not isinstance(source, TensorSource) and not has_rows(image_size):
+        return SourceImages(source=source, image_size=image_size, fit=fit)
+    if not isinstance(source, TensorSource) or given != height_and_width(image_size):
+        raise DataError(
+            f"The model takes samples of {shown_size(image_size)}, but those of {source.describe()} have {shown_size(given)}."
+        )
+    return Samples(image_size=image_size, num_samples=source.num_images, read=source.tensors, names=source.name_of)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairImages(Images):
     """The 2N encoded images of a verification set."""
 
     pair_set: PairSet
@@ -178,7 +223,7 @@ class PairImages(_FittedImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceImages(_FittedImages):
+class SourceImages(Images):
     """The images of labelled data, read on access."""
 
     source: ImageSource
@@ -194,7 +239,7 @@ class SourceImages(_FittedImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenImages(_FittedImages):
+class GivenImages(Images):
     """Images that a caller gives: paths of files, Pillow images, arrays and tensors of bytes, in any mixture."""
 
     images: Sequence[object]
@@ -255,14 +300,11 @@ def pixels_of(image: object, name: str) -> Pixels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignedImages:
-    """Photos with five landmarks each, rotated and scaled onto the standard face."""
+class AlignedImages(Images):
+    """Photos of an IJB set with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
-    image_size: ImageSize
-    resized: set[int] = field(default_factory=set)
-    """Always empty: alignment gives every photo the size of the model."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -270,11 +312,7 @@ class AlignedImages:
     def name(self, index: int) -> str:
         return str(self.paths[index])
 
-    def content(self, index: int) -> Hashable:
-        """Returns the number of the photo: it may show several faces, each with landmarks of its own."""
-        return index
-
-    def pixels(self, index: int) -> Pixels:
+    def _decoded(self, index: int) -> Pixels:
         height, width = height_and_width(self.image_size)
         if height != width:
             raise DataError(
@@ -282,7 +320,7 @@ class AlignedImages:
                 f"of the landmarks is a square."
             )
         photo = decode_image(read_image_file(self.paths[index]), self.name(index))
-        return align(photo, self.points_N52[index], height, where=self.name(index))
+        return align(photo, self.points_N52[index], height, where=self.name(index), standard_52=IJB_POINTS)
 
 
 def find_images(folder: Path) -> list[Path]:

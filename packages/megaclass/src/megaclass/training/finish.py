@@ -16,13 +16,11 @@ import torch
 import megaclass
 from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import names_of, read_run_centres
+from megaclass.evaluation.centres import CentreHealth, names_of, read_run_centres
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.protocols.baselines import score_pixels
-from megaclass.evaluation.protocols.centre_health import CentreHealth
-from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs
+from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs, score_pixels
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
 from megaclass.evaluation.report.page import write_report
 from megaclass.evaluation.results import NUMBERS_FILE, headline, write_results
@@ -30,7 +28,7 @@ from megaclass.evaluation.training_images import examine_training_images, write_
 from megaclass.evaluation.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
-from megaclass.image_size import ImageSize, compact_size, size_to_text
+from megaclass.image_size import ImageSize, compact_size, is_sequence, size_to_text
 from megaclass.inference import weights_fingerprint
 from megaclass.progress import bar_on_demand
 from megaclass.training.loop import TrainingResult
@@ -111,7 +109,9 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
             _examine_images(run, model, centres)
         write_report(folder / "report.html", report_of_runs([folder], device=cpu, known_centres={folder: centres}))
     # Last, because it is the step most likely to fail.
-    if config.export.onnx:
+    if config.export.onnx and is_sequence(image_size):
+        _logger.info("no model.onnx is written for a model of sequences, whose inputs differ in length")
+    elif config.export.onnx:
         _logger.info("exporting model.onnx and comparing its embeddings with the model's")
         export_onnx(folder / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
     _print_results(run, summary, results)
@@ -130,7 +130,7 @@ def _write_minor_subcentres(run: Run, found: tuple[int, int, list[tuple[int, int
 
 def _examine_images(run: Run, model: Model, centres: CentreHealth | None) -> None:
     """Stores which classes are far from their centre, and which images are closer to another one."""
-    if centres is None:
+    if centres is None or run.source.labels.ndim > 1:
         return
     with bar_on_demand("looking at training images for the report") as on_progress:
         found = examine_training_images(
@@ -166,7 +166,9 @@ def _write_baseline(folder: Path, result: SetResult, image_size: ImageSize, fit:
 
 def _sample_faces(source: ImageSource) -> list[list[bytes]]:
     """Returns the first images of a few classes, spread over all classes; unreadable images are left out."""
-    rows = []
+    rows: list[list[bytes]] = []
+    if isinstance(source, TensorSource):
+        return rows
     for label in np.unique(np.linspace(0, source.num_classes - 1, _SAMPLE_ROWS).astype(np.int64)):
         row = []
         for index in np.flatnonzero(source.labels == label)[:_SAMPLE_COLUMNS]:
@@ -228,6 +230,11 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
         ]
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]
+    if isinstance(run.source, TensorSource):
+        return [
+            "No accuracy was measured, because train.evaluate_sets is empty. With features that were held out:",
+            f"  megaclass evaluate {folder} --classify FILE",
+        ]
     return [
         f"No accuracy was measured: there is no .bin file next to {data}, and no images were held out. Hold some out:",
         *how_to_verify(data, recipe=str(folder / "config.toml"))[1:],

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from megaclass.checkpoint.save import CheckpointWriter
 from megaclass.checkpoint.tensor_file import check_dtypes
 from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
+from megaclass.data.sources.source import TensorSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.errors import CheckpointError, ExportError, HeadError, TrainError
 from megaclass.evaluation.sets import sets_in_training
@@ -35,10 +37,9 @@ from megaclass.training.run.run import (
     open_run,
 )
 from megaclass.training.run.signals import Stop, StopSignals
-from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
-from megaclass.training.start.resume import resume_run
-from megaclass_launch.elastic.worker import Assignment, elastic_worker
+from megaclass.training.start.resume import load_initial_weights, resume_run
+from megaclass_launch.elastic import Assignment, elastic_worker
 from megaclass_launch.errors import StateLostError
 from megaclass_launch.exit_codes import EXIT_RESUME_ME
 from megaclass_launch.rank_status import own_status
@@ -56,15 +57,6 @@ _STATE_LOST = (
 # How long rank 0 of an elastic job waits, after a loss, for the files of other ranks in a checkpoint that is under way: they
 # wait for it to continue.
 _LAST_WAIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class RankOutcome:
-    """A run after its last step, ready to be evaluated and exported."""
-
-    run: Run
-    model: Model
-    outcome: TrainingResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,19 +86,31 @@ class RankContext:
         return self.commits is not None and self.commits.has_begun
 
 
-def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback] = ()) -> int:
-    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
+def train_as_rank(
+    config: Config,
+    world: World,
+    mode: StartMode,
+    callbacks: Sequence[Callback] = (),
+    *,
+    waits_for_results: bool = False,
+) -> int:
+    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop.
+
+    waits_for_results: return only once rank 0 has written the results, also on the other ranks.
+    """
     if not faulthandler.is_enabled():
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
-    own_status().give_stacks(str(Path(__file__).parents[1]))
+    own_status().give_stacks(str(Path(__file__).parents[1]), "no step has finished", "train.hang_after_s")
     worker = elastic_worker()
     with ExitStack() as held:
         context = RankContext(config=config, world=world, mode=mode, lock=FolderLock(held), callbacks=tuple(callbacks))
         if worker is None:
             code = _train_and_finish(context, process_group(world, device=config.train.device))
             assert code is not None, "only the ranks of elastic jobs change"
+            if waits_for_results and not world.is_main:
+                RunFolder(Path(config.train.run_dir)).wait_until_free()
             return code
         # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
@@ -130,8 +134,7 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
     world = context.world
     with group as device:
         with out_of_memory_explained(context.config, world, device):
-            trained = train_in_group(context, device)
-        run, model, outcome = trained.run, trained.model, trained.outcome
+            run, model, outcome = train_in_group(context, device)
         if outcome.is_regrouping:
             return None
         is_interrupted = outcome.stop.is_interruption
@@ -160,14 +163,14 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
     return 0
 
 
-def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
+def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Model, TrainingResult]:
     """Collective. Runs from the settings to the last step: opens the run, builds the model, loads weights, trains."""
     config, world, commits = context.config, context.world, context.commits
     hosts = check_same_start(config, device)
     restoration = None
     if commits is not None and context.here is not None:
         restoration = commits.join(context.here, device)
-    # What an earlier generation did and said is not repeated: begin() below changes the answer.
+    # What an earlier generation did and said is not repeated: setting has_begun below changes the answer.
     is_continued = context.is_continued
     mode, run = _open(context, hosts, device)
     says = world.is_main and not is_continued
@@ -190,13 +193,18 @@ def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
         # From here on a restart continues this run (see start/restart.py).
         on_main_rank(lambda: take_over(config, run.folder, mode), device)
     if commits is not None:
-        commits.begin()
+        commits.has_begun = True
     if says:
         _logger.info(run.source.describe())
         _logger.info(sizes)
         if device.type == "cuda":
             _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
-        if Path(config.data.path).exists() and not sets_in_training(config.data.path, config.train.evaluate_sets):
+        has_images = not isinstance(run.source, TensorSource)
+        if (
+            has_images
+            and Path(config.data.path).exists()
+            and not sets_in_training(config.data.path, config.train.evaluate_sets)
+        ):
             _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
         if config.optimizer.warmup_epochs >= config.train.epochs:
             _logger.warning(
@@ -210,7 +218,7 @@ def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
         _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
-    return RankOutcome(run, model, outcome)
+    return run, model, outcome
 
 
 def _open(context: RankContext, hosts: tuple[str, ...], device: torch.device) -> tuple[StartMode, Run]:
@@ -276,7 +284,7 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
             class_names=run.classes.text,
             data=run.data_fingerprint,
             is_asynchronous=config.train.async_checkpoints,
-            on_published=run.events.note_published,
+            on_published=partial(run.events.note, "save"),
             last_wait_s=None if commits is None else _LAST_WAIT_S,
             is_asked_to_stop=lambda: signals.is_asked,
         ) as writer:

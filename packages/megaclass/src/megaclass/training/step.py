@@ -10,11 +10,13 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
 from megaclass.head.step import HeadStats
-from megaclass.training.metrics import NO_CLOCK, StepClock, StepResult
+from megaclass.training.metrics import StepClock, StepResult
 from megaclass.training.model.build import Model, generator_states, restore_generators
 
 # Keeps the division by a gradient norm of zero finite.
 _TINY = 1e-12
+# Learning rate of centres that Adagrad moves, whose steps do not depend on the size of the gradients.
+_ADAGRAD_LR = 0.2
 
 
 def training_step(
@@ -26,9 +28,10 @@ def training_step(
     step: int,
     device: torch.device,
     is_measured: bool = False,
-    clock: StepClock = NO_CLOCK,
+    clock: StepClock | None = None,
 ) -> StepResult:
     """Collective. Trains on the global batch, of which every rank passes its own part. clock: told about every phase."""
+    clock = clock or StepClock(device)
     # Batch norm changes its running statistics in the forward, before it is known whether the step counts.
     model.statistics.keep()
     try:
@@ -65,7 +68,7 @@ def compile_programs(
     with compiling_only(num_threads):
         for is_measured in (False, True):
             model.statistics.keep()
-            _forward_backward(model, batch, config, step, device, NO_CLOCK)
+            _forward_backward(model, batch, config, step, device, StepClock(device))
             model.head.step(lr=0.0, skip=was_skipped, loss_scale=loss_scale, is_measured=is_measured)
             model.statistics.put_back(was_skipped)
     # The embeddings were whatever was in memory, which may be a fault.
@@ -94,9 +97,9 @@ def _forward_backward(
         # DDP exchanges gradients once per step, in the backward of the last part.
         with nullcontext() if part == num_parts - 1 else model.parallel.no_sync():
             clock.begin("forward")
-            inputs = batch.prepared(device, here)
+            inputs = batch.inputs(device, here)
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
-                embeddings = model.parallel(inputs)
+                embeddings = model.parallel(*inputs)
             loss = model.head(embeddings, labels[here])
             clock.begin("backward")
             (loss * model.loss_scale.scale).backward()
@@ -119,7 +122,8 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     factor = 1 / scale
     if config.optimizer.clip_norm:
         factor = factor * (config.optimizer.clip_norm / norm.clamp_min(_TINY)).clamp_max(1.0)
-    torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
     for group in model.optimizer.param_groups:
         group["lr"] = lr
     if is_bad.device.type == "cuda":
@@ -129,9 +133,9 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     elif not is_bad:
         model.optimizer.step()
     # The centres follow the schedule of the backbone, scaled to their own peak.
-    head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
+    head_lr = config.optimizer.head_lr or (_ADAGRAD_LR if config.head.optimizer == "adagrad" else config.optimizer.lr)
     head_stats = model.head.step(
-        lr=lr * head_factor,
+        lr=lr * (head_lr / config.optimizer.lr),
         skip=is_bad,
         loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
         is_measured=is_measured,

@@ -1,6 +1,7 @@
 """Builds the model from the settings: backbone, head, optimizer, precision."""
 
 import difflib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,12 +17,12 @@ from megaclass.backbones.configured import checkpoint_activations, configured_la
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
-from megaclass.data.sources.source import ImageSource
-from megaclass.distributed.data_parallel import data_parallel, exact_average
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.distributed.data_parallel import NothingToAverage, data_parallel, exact_average
 from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
-from megaclass.image_size import ImageSize, compact_size, height_and_width
+from megaclass.image_size import ImageSize, compact_size, has_rows, height_and_width, input_shape
 from megaclass.training.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.training.model.precision import Ema, LossScale, Precision, RunningStatistics, choose_precision
@@ -38,7 +39,7 @@ class Model:
     """Backbone, head and their optimizers: everything that a checkpoint must hold."""
 
     backbone: nn.Module
-    parallel: DistributedDataParallel
+    parallel: DistributedDataParallel | NothingToAverage
     """The backbone in DDP, which averages its gradients over the ranks; compiled, or replayed as CUDA graphs, by settings."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
@@ -95,7 +96,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     precision = choose_precision(config.train, device)
     image_size = compact_size(input_size(config, source))
     backbone, dropouts = _build_backbone(config, image_size, device)
-    margin = build_margin(config.head)
+    margin, has_several = build_margin(config.head), isinstance(source, TensorSource) and source.labels.ndim > 1
     head = PartialFC(
         config.backbone.embedding_dim,
         source.num_classes,
@@ -106,7 +107,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         class_counts=_class_counts(config, margin, source),
         margin_schedule=config.head.margin_schedule,
         loss=config.head.loss,
-        max_labels=config.head.max_labels,
+        max_labels=max(config.head.max_labels, *source.labels.shape[1:]) if has_several else config.head.max_labels,
         label_smoothing=config.head.label_smoothing,
         optimizer=build_row_optimizer(config.head),
         seed=config.train.seed,
@@ -146,7 +147,8 @@ def _class_counts(config: Config, margin: Margin, source: ImageSource) -> Tensor
     """Returns the number of images of every class, if the settings of the head need them."""
     if not margin.needs_class_counts and config.head.negatives == "uniform":
         return None
-    return torch.from_numpy(np.bincount(source.labels, minlength=source.num_classes))
+    labels = source.labels[source.labels >= 0]
+    return torch.from_numpy(np.bincount(labels, minlength=source.num_classes))
 
 
 def build_margin(config: HeadConfig) -> Margin:
@@ -218,8 +220,9 @@ def _build_backbone(
 
 def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
     """Returns the compiled backbone, or the backbone itself if compiling fails; tries two images, because compiling is lazy."""
-    device = next(backbone.parameters()).device
-    images = torch.zeros((2, 3, *height_and_width(image_size)), device=device).to(memory_format=torch.channels_last)
+    device = next(itertools.chain(backbone.parameters(), backbone.buffers())).device
+    images = torch.zeros((2, *input_shape(image_size)), device=device)
+    images = images if has_rows(image_size) else images.to(memory_format=torch.channels_last)
     # Static shapes: otherwise a second batch size would make the dimension dynamic, and the kernels slower.
     compiled = torch.compile(backbone, dynamic=False)
     was_training = backbone.training
@@ -239,12 +242,12 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
 def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     # Fused optimizers read `found_inf` on the device, so a bad step is skipped without waiting for the host.
-    fused = parameters[0].device.type == "cuda"
+    fused = bool(parameters) and parameters[0].device.type == "cuda"
+    # As a group, because torch refuses a list of no parameters: features need not pass a layer.
+    groups = [{"params": parameters}]
     if config.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
-    sgd = torch.optim.SGD(
-        parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
-    )
+        return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
     if config.momentum:
         # The fused optimizer would create its buffers uninitialised in the first step, and keep them if that is skipped.
         for parameter in parameters:
