@@ -1,6 +1,6 @@
 """Next-item recommendation over a large catalogue: PartialFC as a sampled softmax over inner products, with item biases.
 
-    python examples/recommend.py                          # 20,000 items, on a CPU in about a minute
+    python examples/recommend.py                          # 10,000 items, on a CPU in a few minutes
     python examples/recommend.py --items 5000000 --steps 20000 --batch 1024
     torchrun --nproc-per-node 2 examples/recommend.py
 
@@ -64,12 +64,12 @@ class Reader(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, default=20_000)
+    parser.add_argument("--items", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=64, help="users per step, over all processes")
     parser.add_argument("--rate", type=float, nargs="+", default=[1.0, 0.01], help="shares of the items per step")
-    parser.add_argument("--negatives", choices=("uniform", "frequencies", "in-batch"), default="uniform")
+    parser.add_argument("--negatives", choices=("uniform", "frequencies", "in-batch"), default="in-batch")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--users", type=int, default=2000, help="held-out users")
     arguments = parser.parse_args()

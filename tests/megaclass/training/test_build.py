@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from megaclass import AdaFace, ArcFace, CombinedMargin, CosFace, Margin, NormalisedSoftmax
+from megaclass import (
+    AdaFace,
+    ArcFace,
+    CombinedMargin,
+    CosFace,
+    DynamicArcFace,
+    InterTopK,
+    Margin,
+    NormalisedSoftmax,
+)
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import HeadConfig
 from megaclass.training.model.build import build_margin
@@ -26,6 +35,11 @@ from megaclass_launch.errors import ConfigError
             CombinedMargin(multiplier=0.9, angle=0.4, cosine=0.15, gradient="straight-through"),
         ),
         ({"margin": "adaface", "margin_size": 0.4}, AdaFace(margin=0.4)),
+        (
+            {"margin": "dynamic", "margin_size": 0.3, "margin_options": (("exponent", 0.5), ("offset", 0.1))},
+            DynamicArcFace(factor=0.3, exponent=0.5, offset=0.1),
+        ),
+        ({"margin": "intertopk", "margin_options": (("k", 7.0),)}, InterTopK(k=7)),
     ],
     ids=str,
 )
@@ -50,6 +64,17 @@ def test_settings_of_the_margin_that_contradict_each_other_are_refused(settings:
     with pytest.raises(ConfigError) as raised:
         HeadConfig(**settings)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("options", [(("exponen", 0.5),), (("factor", 0.5),), (("scale", 3.0),)])
+def test_an_option_that_the_margin_does_not_take_is_refused(options):
+    with pytest.raises(ConfigError, match=r"head\.margin_options names .*takes factor, exponent, offset, each once"):
+        build_margin(HeadConfig(margin="dynamic", margin_size=0.4, margin_options=options))
+
+
+def test_a_margin_schedule_starts_at_0_and_rises():
+    with pytest.raises(ConfigError, match=r"head\.margin_schedule .* a list of increasing steps that starts at 0"):
+        HeadConfig(margin_schedule=((5, 0.0), (9, 1.0)))
 
 
 @pytest.mark.parametrize(

@@ -557,3 +557,36 @@ def test_a_rank_that_dies_at_start_ends_the_command_at_once_and_is_named(setting
     done = setting.train(f"train.run_dir={tmp_path}/run", "train.nproc=2", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 128 + signal.SIGKILL
     assert re.search(r"megaclass: rank 1 on \S+ \(pid \d+\) ended with signal SIGKILL; the other 1 ", done.stderr)
+
+
+# --- variants of the head ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("head.margin=dynamic", "head.margin_size=0.2", "head.margin_schedule=[[0,0.0],[6,1.0]]", "head.subcentres=2"),
+        ("head.margin=uniface", "head.margin_size=0.1", "head.negatives=frequencies"),
+        ("head.margin=intertopk", "head.loss=decoupled", "head.max_labels=2", "head.negatives=in-batch"),
+        ("head.margin=cosface", "head.label_smoothing=0.1", "head.sample_rate=1.0"),
+    ],
+    ids=["dynamic, schedule, sub-centres", "uniface", "inter-topk", "label smoothing"],
+)
+def test_a_variant_of_the_head_is_trained_resumed_evaluated_and_exported(options, setting, tmp_path):
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    short = ("train.epochs=2", "train.checkpoint_epochs=1", "export.onnx=true", *options)
+    assert setting.train_here(f"train.run_dir={run}", *short).returncode == 0
+    losses = {row["step"]: row["loss"] for row in rows_of(run)}
+    assert len(losses) == 10 and all(np.isfinite(list(losses.values())))
+    assert (run / "model.onnx").is_file() and "holdout-classes" in json.loads((run / "summary.json").read_text())[
+        "verification"
+    ]
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-000000010")
+    resumed = setting.train_here(f"train.run_dir={copy}", *short, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert {row["step"]: row["loss"] for row in rows_of(copy)} == losses
+    if "head.subcentres=2" in options:
+        lines = (run / "subcentres.tsv").read_text().splitlines()
+        assert lines[0] == "class\timages of the last epoch\tshare in minor sub-centres"
+        assert "In minor sub-centres" in (run / "report.html").read_text()

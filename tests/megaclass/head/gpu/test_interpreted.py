@@ -146,9 +146,14 @@ def test_every_margin_trains_as_a_float64_head_does(name):
         "sub-centres",
         "recompute",
         "some stored",
+        "margin schedule",
+        "dynamic margins",
     ],
 )
 def test_every_option_trains_as_a_float64_head_does(name):
+    from megaclass import DynamicArcFace
+
+    counts = torch.arange(1, NUM_CLASSES + 1)
     options: dict[str, Any] = {
         "all classes": {},
         "a third": {"sample_rate": 0.3},
@@ -159,9 +164,29 @@ def test_every_option_trains_as_a_float64_head_does(name):
         "sub-centres": {"num_subcentres": 3, "sample_rate": 0.5},
         "recompute": {"stored_bytes": 0},
         "some stored": {"num_classes": 100, "stored_bytes": 2000},  # one chunk of two
+        "margin schedule": {"margin_schedule": [(0, 0.0), (2, 1.0)]},
+        "dynamic margins": {"margin": DynamicArcFace(scale=16), "class_counts": counts},
     }[name]
     truth = train(new_head("chunked", **options), torch.float64)
     assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({"max_labels": 2}, "it takes one label per image, and max_labels is 2"),
+        ({"weighted": True}, "it takes no weights"),
+        ({"loss": "decoupled"}, "it knows the loss softmax, and loss is 'decoupled'"),
+        ({"label_smoothing": 0.1}, "it knows no label_smoothing"),
+        ({"negatives": "in-batch", "class_counts": torch.ones(NUM_CLASSES)}, "it draws negatives uniformly"),
+    ],
+)
+def test_variants_that_the_programs_do_not_know_are_named(options, obstacle):
+    from megaclass import UserError
+
+    with pytest.raises(UserError, match=f"cannot run here: {obstacle}.*Use kernel='auto'"):
+        new_head("triton_fused", **options)
 
 
 @interpreted

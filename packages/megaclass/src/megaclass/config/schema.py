@@ -195,10 +195,6 @@ as drawn; the last two correct the loss for it (logQ)."""
     """Largest number of labels of an image."""
     label_smoothing: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Share of an image's weight that is spread evenly over all classes that are used in the step."""
-    similarity: Literal["cosine", "inner"] = "cosine"
-    """Comparison of an image with a class centre: by the cosine, or by the inner product."""
-    temperature: float | None = field(default=None, metadata=within("above 0"))
-    """Number by which similarities are divided before the softmax; unset: 1 / head.scale. inner needs it."""
     kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
@@ -219,10 +215,6 @@ as drawn; the last two correct the loss for it (logQ)."""
         self.require("margin_size", is_named_once, "unset if head.m2 is set: both are the angle of the margin combined")
         has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
         self.require("gradient", has_choice, f"exact for the margin {self.margin}, which has no other derivative")
-        is_inner = self.similarity == "inner"
-        self.require("temperature", not is_inner or self.temperature is not None, "set for inner: 1 is usual")
-        fits = not is_inner or self.margin in ("softmax", "cosface") or ":" in self.margin
-        self.require("margin", fits, "softmax or cosface if head.similarity is inner")
         steps = [step for step, _ in self.margin_schedule]
         is_rising = steps[:1] in ([], [0]) and all(a < b for a, b in itertools.pairwise(steps))
         needed = "a list of increasing steps that starts at 0, each with a share of the margin"
