@@ -639,3 +639,27 @@ def _different_counts() -> str:
 def test_ranks_with_different_class_counts_are_refused(run_ranks):
     for message in run_ranks(2, _different_counts):
         assert "Ranks disagree about the head: class_counts" in message
+
+
+# ---- sub-centres ----------------------------------------------------------------------------------------------------
+
+
+def _minor() -> Any:
+    head = PartialFC(4, 5, num_subcentres=2, storage="float64", seed=SEED)
+    # Class c: sub-centres along +e_c' and -e_c'.
+    axes = torch.eye(4).double()[torch.arange(5) % 4]
+    centres = torch.stack([axes, -axes], 1)[head.classes.start : head.classes.stop].flatten(0, 1)
+    head.rows()["weight"].copy_(centres)
+    head.accept_rows()
+    labels = torch.tensor([0, 0, 0, 1, 4, 4, 4, 4])
+    signs = torch.tensor([1.0, 1, -1, -1, 1, -1, -1, 1]).double()
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    head((axes[labels] * signs[:, None])[mine].requires_grad_(), labels[mine]).backward()
+    head.step(lr=0.0)
+    return head.minor_subcentres(3)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_images_in_minor_subcentres_are_counted_over_all_ranks(run_ranks, size):
+    for found in run_ranks(size, _minor):
+        assert found == (8, 3, [(4, 4, 2), (0, 3, 1)])

@@ -96,8 +96,8 @@ class TrainedRun:
     def __repr__(self) -> str:
         if not self.is_finished:
             steps = self.metrics[-1]["step"] if self.metrics else 0
-            state = "interrupted after" if self.exit_code else "rank 0 is writing the results of"
-            return f"TrainedRun({self.folder}: {state} step {steps:,}{'; resume() continues it' if self.exit_code else ''})"
+            state = "interrupted after" if self.exit_code else "not finished, last row of"
+            return f"TrainedRun({self.folder}: {state} step {steps:,}; resume() continues it)"
         numbers = self.numbers
         accuracy = numbers.get("verification_accuracy")
         shown = "" if accuracy is None else f", accuracy {accuracy:.1%}"
@@ -117,8 +117,7 @@ def train(
 ) -> TrainedRun:
     """Trains, evaluates and exports a model, as `megaclass train` does; returns the run.
 
-    Under a launcher every rank calls it. The results are the work of rank 0, so the other ranks may return before they are
-    written.
+    Under a launcher every rank calls it, and it returns on every rank once rank 0 has written the results.
 
     recipe: name of a recipe of the package, path of a TOML file, a Config, or a dict of sections. A folder of images, or None,
         chooses a recipe by the size of the data.
@@ -132,10 +131,8 @@ def train(
     callbacks: each is called on rank 0 with every row of metrics (a dict); the run ends there, with all its results, after
         a callback that returns True.
     """
-    if data is not None and not isinstance(data, Mapping):
-        settings = {"data": {"path": str(data)}, **settings}
-    elif data is not None:
-        settings = {"data": data, **settings}
+    if data is not None:
+        settings = {"data": data if isinstance(data, Mapping) else {"path": str(data)}, **settings}
     given = [*overrides, *(one for name, value in settings.items() for one in overrides_of(name, value))]
     mode = StartMode(
         resume="auto" if resume is True else str(resume) if resume else None,
@@ -150,7 +147,7 @@ def train(
             folder = held.enter_context(tempfile.TemporaryDirectory(prefix="megaclass-"))
             (Path(folder) / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
             recipe = Path(folder) / "config.toml"
-        run = start_training(recipe, given, mode, callbacks)
+        run = start_training(recipe, given, mode, callbacks, waits_for_results=True)
     if run.exit_code not in (0, *_INTERRUPTED):
         raise TrainError(
             f"The run in {run.folder} has failed with exit code {run.exit_code}: its error is printed above."
@@ -204,10 +201,12 @@ def start_training(
     callbacks: Sequence[Callback] = (),
     *,
     output: str = "normal",
+    waits_for_results: bool = False,
 ) -> TrainedRun:
     """Trains in this process, or starts local ranks and waits for them. `megaclass train` and `train` both call this.
 
     output: amount of messages of the ranks that are started.
+    waits_for_results: under a launcher every rank waits until rank 0 has written the results.
     """
     world = world_from_environment()
     recipe, overrides = resolve_recipe(recipe, overrides, mode)
@@ -223,10 +222,10 @@ def start_training(
     if world.starter != NO_STARTER:
         if world.size == 1 and config.train.nproc > 1:
             _logger.warning(_unused_nproc(config, world), extra={"sender": world.name()})
-        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks))
+        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks, waits_for_results))
     check_start(config, mode, mode.command)
     if config.train.nproc == 1:
-        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks))
+        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks, False))
     if not is_linux():
         raise LaunchError(
             f"train.nproc is {config.train.nproc}, but several processes are started and watched on Linux only: set "
@@ -256,22 +255,24 @@ def resolve_recipe(recipe: str | Path | None, overrides: Sequence[str], mode: St
             "There is neither a recipe nor data: give the name of a recipe (megaclass recipes lists them), or a folder of "
             "images with one subfolder per identity: megaclass train photos/"
         )
-    run_dir = value_given(overrides, "train", "run_dir") or f"runs/{run_name(folder)}"
-    earlier = Path(run_dir) / "config.toml"
+    run_dir = value_given(overrides, "train", "run_dir")
+    earlier = Path(run_dir or f"runs/{run_name(folder)}") / "config.toml"
     if mode.resume is not None and earlier.is_file():
         # The settings with which it began, also if images have been added since.
         return earlier, overrides
-    chosen = choose_recipe(folder)
+    chosen = choose_recipe(folder, run_dir or "")
     if world_from_environment().is_main:
         _logger.info(chosen.reason)
     return chosen.path, [*chosen.overrides, *overrides]
 
 
-def _train_here(config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback]) -> int:
+def _train_here(
+    config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback], waits_for_results: bool
+) -> int:
     # Not at module level: a process that only starts ranks need not load what trains and evaluates.
     from megaclass.training.rank_main import train_as_rank
 
-    return train_as_rank(config, world, mode, callbacks)
+    return train_as_rank(config, world, mode, callbacks, waits_for_results=waits_for_results)
 
 
 def _check_settings(config: Config) -> None:
@@ -300,33 +301,28 @@ def _rows_of_ranks(run_dir: Path, callbacks: Sequence[Callback]) -> Iterator[Non
     begun, is_over, errors = time.time(), threading.Event(), list[BaseException]()
 
     def follow() -> None:
-        last, place = None, 0
-        while True:
-            # Once more after the end, for the last rows.
-            is_last = is_over.wait(_ROWS_POLL_S)
-            if last is None:
-                # The rows of an earlier run in this folder, or of an earlier start, do not count.
-                events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
-                last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
-            rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
-            for row in rows:
-                if last is not None and row["step"] > last:
-                    last = row["step"]
-                    asked = [callback(dict(row)) is True for callback in callbacks]
-                    if any(asked):
-                        RunFolder(run_dir).request_end()
-            if is_last:
-                return
-
-    def follow_and_keep_error() -> None:
+        last, place, is_last = None, 0, False
         try:
-            follow()
+            while not is_last:
+                # Once more after the end, for the last rows.
+                is_last = is_over.wait(_ROWS_POLL_S)
+                if last is None:
+                    # The rows of an earlier run in this folder, or of an earlier start, do not count.
+                    events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
+                    last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
+                rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
+                for row in rows:
+                    if last is not None and row["step"] > last:
+                        last = row["step"]
+                        asked = [callback(dict(row)) is True for callback in callbacks]
+                        if any(asked):
+                            RunFolder(run_dir).request_end()
         except BaseException as error:
             errors.append(error)
             with contextlib.suppress(OSError):
                 RunFolder(run_dir).request_end()
 
-    thread = threading.Thread(target=follow_and_keep_error, name="megaclass-callbacks", daemon=True)
+    thread = threading.Thread(target=follow, name="megaclass-callbacks", daemon=True)
     thread.start()
     try:
         yield
@@ -399,6 +395,7 @@ def evaluate(
     fit: "Fit | None" = None,
     resize: bool = False,
     mirror: bool | None = None,
+    published_tpir: bool = False,
     batch_size: int = 64,
     threads: int = 2,
     device: str = "auto",
@@ -424,6 +421,7 @@ def evaluate(
     fit: how images of another size are fitted; None as in training.
     resize: stretch images of another size if the model does not state how to fit them.
     mirror: add the embedding of the mirrored image; None as in training.
+    published_tpir: IJB: TPIR with the threshold of InsightFace's ijb_evals.py, which lets one probe fewer pass.
     backbone: `package.module:Class` of your own, if the model is not a built-in one.
     nproc: number of processes to start on this machine, for a model that is a run folder or a file.
     on_result: called on rank 0 with each result as soon as it is there.
@@ -458,7 +456,7 @@ def evaluate(
             "device": device,
             "backbone": backbone,
         }
-        flags = ["--resize"] * resize + ["--mirror"] * (mirror is True)
+        flags = ["--resize"] * resize + ["--mirror"] * (mirror is True) + ["--published-tpir"] * published_tpir
         return _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
     results: list[SetResult] = []
     with _messages(), process_group(world, device=device) as found:
@@ -476,6 +474,7 @@ def evaluate(
             num_threads=threads,
             fit=fit,
             mirror=mirror,
+            published_tpir=published_tpir,
             centres=lambda: loaded.class_shard(training_data),
         )
         for one in sets_of_main_rank(lambda: _sets(paths, labelled, *others), loaded.device):

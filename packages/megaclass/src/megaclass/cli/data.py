@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.cli.arguments import add_commands
+from megaclass.cli.clean import CLEAN_COMMANDS, CLEANING
 from megaclass.errors import DataError
 from megaclass.progress import bar_on_demand
 from megaclass_launch.wire.checks import plain_lines
@@ -109,10 +110,23 @@ bench: measure images per second by stage: read, decode, collate, loader, augmen
 def add_data_commands(commands: "Commands") -> None:
     """Adds `data` and its subcommands to the parser's commands."""
     data = commands.add_parser("data", help="create, pack, inspect, verify and benchmark data sets")
-    functions = (_synth, _pack, _inspect, _verify, _shuffle, _split, _glyphs, _unpack, _pairs, _stage, _bench)
+    functions = (
+        _synth,
+        _pack,
+        _inspect,
+        _verify,
+        _shuffle,
+        _split,
+        _glyphs,
+        _unpack,
+        _pairs,
+        _stage,
+        _bench,
+        *CLEANING,
+    )
     add_commands(
         data.add_subparsers(required=True, metavar="COMMAND"),
-        _COMMANDS,
+        f"{_COMMANDS}\n{CLEAN_COMMANDS}",
         {one.__name__.removeprefix("_"): partial(_run_and_print, one) for one in functions},
     )
 

@@ -159,7 +159,7 @@ class BatchLoader:
         self.source = source
         self.image_size = image_size or source.image_size
         self.fit: Fit = fit
-        self.bad_images = BadImages(source, max_bad_fraction)
+        self.bad_images = BadImages(source.num_images, max_bad_fraction)
         plan = BatchPlan(
             global_batch=global_batch,
             image_size=self.image_size,

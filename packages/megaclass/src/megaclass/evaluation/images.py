@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,32 +36,47 @@ Floats = NDArray[np.float64]
 STANDARD_POINTS = np.array(
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
+# InsightFace's IJB scripts add 8 in float32 to points for pictures 96 pixels wide, which rounds the last one differently.
+IJB_POINTS = np.array([*STANDARD_POINTS[:4], [70.729904, 92.2041]])
 _STANDARD_SIZE = 112
 
 
-def similarity_transform(points_N2: Floats, targets_N2: Floats) -> Floats:
+def similarity_transform(points_N2: NDArray[Any], targets_N2: NDArray[Any]) -> Floats:
     """Returns the (2, 3) matrix of the rotation, scale and shift that bring the points closest to the targets.
 
     Least squares without mirroring, in Umeyama's closed form: the singular value decomposition of the covariance gives the
-    rotation.
+    rotation. The order of operations and, for float32, their precision are those of scikit-image's SimilarityTransform.
     """
     mean, target_mean = points_N2.mean(axis=0), targets_N2.mean(axis=0)
     centred, target_centred = points_N2 - mean, targets_N2 - target_mean
-    left, spread, right = np.linalg.svd(target_centred.T @ centred)
+    left, spread, right = np.linalg.svd(target_centred.T @ centred / len(points_N2))
     # Without this factor the best fit to crossed landmarks could be a mirror image.
     signs = np.array([1.0, np.sign(np.linalg.det(left) * np.linalg.det(right))])
     rotation = left @ np.diag(signs) @ right
-    scale = (spread * signs).sum() / np.square(centred).sum()
-    return np.column_stack([scale * rotation, target_mean - scale * rotation @ mean])
+    scale = 1.0 / centred.var(axis=0).sum() * (spread @ signs)
+    return np.column_stack([scale * rotation, target_mean - scale * (rotation @ mean)])
 
 
-def align(photo_HW3: NDArray[np.uint8], points_52: Floats, image_size: int, *, where: str) -> NDArray[np.uint8]:
-    """Returns the aligned face (S, S, 3): bilinear, black outside the photo. where: names the photo in errors."""
+def align(
+    photo_HW3: NDArray[np.uint8],
+    points_52: Floats,
+    image_size: int,
+    *,
+    where: str,
+    standard_52: Floats = STANDARD_POINTS,
+) -> NDArray[np.uint8]:
+    """Returns the aligned face (S, S, 3): bilinear, black outside the photo.
+
+    where: names the photo in errors.
+    standard_52: where the landmarks belong in a picture of 112 x 112.
+    """
     if not np.isfinite(points_52).all() or np.ptp(points_52, axis=0).max() == 0:
         raise DataError(
             f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and must not all be one point."
         )
-    matrix_23 = similarity_transform(points_52, STANDARD_POINTS * (image_size / _STANDARD_SIZE))
+    # InsightFace's landmarks are float32. In float64 one place in 2,000 is rounded to another 1/32 of a pixel.
+    targets_52 = standard_52.astype(np.float32) * np.float32(image_size / _STANDARD_SIZE)
+    matrix_23 = similarity_transform(points_52.astype(np.float32), targets_52)
     return warp_affine(photo_HW3, matrix_23, image_size)
 
 
@@ -285,7 +301,7 @@ def pixels_of(image: object, name: str) -> Pixels:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedImages(Images):
-    """Photos with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
+    """Photos of an IJB set with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
@@ -304,7 +320,7 @@ class AlignedImages(Images):
                 f"of the landmarks is a square."
             )
         photo = decode_image(read_image_file(self.paths[index]), self.name(index))
-        return align(photo, self.points_N52[index], height, where=self.name(index))
+        return align(photo, self.points_N52[index], height, where=self.name(index), standard_52=IJB_POINTS)
 
 
 def find_images(folder: Path) -> list[Path]:

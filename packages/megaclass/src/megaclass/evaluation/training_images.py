@@ -21,7 +21,7 @@ from megaclass.evaluation.embed import OnProgress, embed_part
 from megaclass.evaluation.examples import DAMAGED, Examples, Judged, examples_of, images_of, packed, unpacked
 from megaclass.evaluation.images import Images, images_of_source
 from megaclass.evaluation.results import read_arrays
-from megaclass.evaluation.search import GalleryShard, search_shard
+from megaclass.evaluation.search import GalleryShard, search
 from megaclass.image_size import ImageSize
 from megaclass_launch.files import published_file
 
@@ -97,7 +97,7 @@ def _compared(
     for first, rows in centres.blocks():
         classes_B = np.arange(first, first + len(rows)) // centres.rows_per_class
         block = GalleryShard(embeddings_ND=rows, labels_N=classes_B, first=first, is_normalised=False)
-        found = search_shard(embeddings_ND, block, 1, torch.device("cpu"), labels_N)
+        found = search(embeddings_ND, block, k=1, device=torch.device("cpu"), probe_labels_P=labels_N, is_alone=True)
         own = np.maximum(own, found.mate_scores_P.numpy())
         is_closer = found.other_scores_Pk[:, 0].numpy() > other
         other = np.where(is_closer, found.other_scores_Pk[:, 0], other)

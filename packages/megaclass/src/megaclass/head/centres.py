@@ -84,6 +84,10 @@ class Centres:
         if has_bias:
             self.weight_RD[:, -1] = 0
         self.state = optimizer.new_state(self.weight_RD)
+        self.num_wins_R = torch.zeros(
+            len(self.weight_RD) if num_subcentres > 1 else 0, dtype=torch.int32, device=device
+        )
+        """Images that were closest to each sub-centre of their class, since the training last set it to zero."""
         self.overwrite_check = OverwriteCheck(self.weight_RD, self._fewest_rows)
 
     @property
@@ -108,6 +112,7 @@ class Centres:
     def apply_(self, function: Callable[[Tensor], Tensor]) -> None:
         """Moves and converts as nn.Module._apply does buffers. State keeps the dtype that suits the centres."""
         self.weight_RD = function(self.weight_RD)
+        self.num_wins_R = self.num_wins_R.to(self.weight_RD.device)
         wanted = self.optimizer.new_state(self.weight_RD[:0])
         for name, tensor in self.state.items():
             moved = function(tensor)
@@ -140,6 +145,12 @@ class Centres:
                 there = slice(*((c - first_class) * self.num_subcentres for c in (start, stop)))
                 own[name][here].copy_(source[there])
         self.overwrite_check.renew()
+
+    def count_wins_(self, rows_N: Tensor) -> None:
+        """Counts the images of a step, given the rows of their own centres, -1 if on another rank. One centre: nothing."""
+        if self.num_subcentres > 1:
+            # Clamped: while programs are compiled and not run, rows are whatever was in memory.
+            self.num_wins_R.index_add_(0, rows_N.clamp(0, len(self.num_wins_R) - 1), (rows_N >= 0).to(torch.int32))
 
     def start_at_(self, directions_KD: Tensor) -> Tensor:
         """Points the first centre of each class in its direction, with the length of a random one, unless it is zero.

@@ -462,6 +462,25 @@ class PartialFC(nn.Module):
         return ids[best.indices], best.values
 
     @torch.no_grad()
+    def minor_subcentres(self, k: int = 1000) -> tuple[int, int, list[tuple[int, int, int]]]:
+        """Collective. Returns how many images had another sub-centre than the most frequent one of their class.
+
+        Such images are often mislabelled. Counted are the steps since store.num_wins_R was set to zero: the training does so at
+        the start of every epoch. Returns the number of images, of those in minor sub-centres, and (class, images, images in
+        minor sub-centres) of the k classes that have most of the latter. An all-gather of 24 * k bytes per rank.
+        """
+        wins_KM = self.store.num_wins_R.view(-1, self.store.num_subcentres).long()
+        images_K = wins_KM.sum(1)
+        minor_K = images_K - wins_KM.amax(1)
+        totals = sum_over_ranks_(torch.stack([images_K.sum(), minor_K.sum()]), self.group).tolist()
+        best = minor_K.topk(min(k, len(minor_K))).indices
+        found = torch.stack([best + self.classes.start, images_K[best], minor_K[best]], 1)
+        # Every rank sends k rows; one with fewer classes fills up with zeros.
+        rows = gather_blocks(nn.functional.pad(found, (0, 0, 0, k - len(found))), self.group).flatten(0, 1)
+        order = rows[:, 2].argsort(descending=True, stable=True)[:k]
+        return totals[0], totals[1], [(row[0], row[1], row[2]) for row in rows[order].tolist() if row[2] > 0]
+
+    @torch.no_grad()
     def logits(self, embeddings_BD: Tensor) -> Tensor:
         """Collective. Returns scale * cosine of these embeddings with all classes, (B, C), without margin and gradient.
 

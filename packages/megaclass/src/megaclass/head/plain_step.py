@@ -474,6 +474,8 @@ class PlainStep:
             squares: list[Tensor] | None = [] if is_measured else None
             move = Move(lr, loss_scale, step, first_fault, device_skip, squares)
             self._move_rows(draw, parts, move)
+            for part in parts:
+                self.context.store.count_wins_(part.images.own_rows_N)
             self._move_margin_state(parts, move)
             if squares is not None:
                 stats = self._stats(draw, parts, squares)

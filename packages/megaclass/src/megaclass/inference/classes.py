@@ -19,7 +19,7 @@ from megaclass.evaluation.centres import ModelCentres, centres_in_memory
 from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import ClassificationProtocol
-from megaclass.evaluation.search import search_shard
+from megaclass.evaluation.search import search
 from megaclass.metrics_file import is_number
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def classify(
     scale = 1 / temperature if temperature > 0 else None
     rows = torch.as_tensor(rows_ND, device=model.device)
     with _lock:
-        found = search_shard(rows, shard.shard, min(top, len(names)), model.device, scale=scale)
+        found = search(rows, shard.shard, k=min(top, len(names)), device=model.device, scale=scale, is_alone=True)
     cosines_Nk, classes_Nk = found.other_scores_Pk.double().cpu(), found.other_indices_Pk.cpu()
     chances_Nk: list[list[float | None]] = [[None] * cosines_Nk.shape[1]] * len(rows)
     if scale is not None and found.log_sums_P is not None:

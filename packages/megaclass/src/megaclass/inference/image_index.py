@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -18,7 +17,7 @@ from megaclass.data.decode import Fit
 from megaclass.errors import DataError
 from megaclass.evaluation.gallery import read_rows_and_names
 from megaclass.evaluation.images import GivenImages, find_images
-from megaclass.evaluation.search import GalleryShard, search_shard
+from megaclass.evaluation.search import GalleryShard, search
 from megaclass.image_size import has_rows
 from megaclass_launch.files import published_file, write_text
 
@@ -96,7 +95,7 @@ class ImageIndex:
             device = self.model.device
             with self._lock:
                 gallery = GalleryShard(embeddings_ND=self.embeddings_ND)
-                found = search_shard(torch.as_tensor(rows_PD, device=device), gallery, k, device)
+                found = search(rows_PD, gallery, k=k, device=device, is_alone=True)
             scores_Pk, places_Pk = found.other_scores_Pk.cpu().numpy(), found.other_indices_Pk.cpu().numpy()
         # An approximate index of faiss may find fewer than k, and marks the missing ones with -1.
         return [

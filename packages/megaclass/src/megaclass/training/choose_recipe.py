@@ -26,14 +26,18 @@ class ChosenRecipe:
     """A sentence that says what was chosen, and why."""
 
 
-def choose_recipe(folder: str) -> ChosenRecipe:
-    """Opens the data to count its images and classes; an error of the data is raised as by a run."""
+def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:
+    """Opens the data to count its images and classes; an error of the data is raised as by a run.
+
+    run_dir: the run folder, if the user has chosen one.
+    """
     source, has_gpu = open_source(folder), torch.cuda.is_available()
+    run_dir = run_dir or f"runs/{run_name(folder)}"
     name = "own-cpu" if not has_gpu else "own-small" if source.num_images <= _FEW_IMAGES else "own-large"
     what = "images"
     if isinstance(source, TensorSource):
         name, what = "features", "rows"
-    overrides = [f"data.path={folder}", f"train.run_dir=runs/{run_name(folder)}"]
+    overrides = [f"data.path={folder}", f"train.run_dir={run_dir}"]
     fitting = []
     if (size := _own_size(source)) and name in ("own-small", "own-large"):
         fitting.append(f"data.size={size}")
@@ -49,7 +53,7 @@ def choose_recipe(folder: str) -> ChosenRecipe:
     what = f"{source.num_images:,} {what} of {source.num_classes:,} classes, {size_text}"
     reason = (
         f"{folder} has {what}, and this machine has {'a' if has_gpu else 'no'} GPU: training with the recipe {name}, "
-        f"{', '.join(fitting)}, into runs/{run_name(folder)}. Settings of your own come after the folder, as section.key=value."
+        f"{', '.join(fitting)}, into {run_dir}. Settings of your own come after the folder, as section.key=value."
     )
     return ChosenRecipe(recipe_path(Path(name)), [*overrides, *fitting], reason)
 

@@ -18,7 +18,7 @@ from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import CentreHealth, read_run_centres
+from megaclass.evaluation.centres import CentreHealth, names_of, read_run_centres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs, score_pixels
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
@@ -35,11 +35,12 @@ from megaclass.training.loop import TrainingResult
 from megaclass.training.model.build import Model
 from megaclass.training.run.run import Run, how_to_verify
 from megaclass_launch.errors import UserError
-from megaclass_launch.files import make_private_folder
+from megaclass_launch.files import make_private_folder, write_text
 from megaclass_launch.messages import wrapped
 
 _logger = logging.getLogger("megaclass.training")
 _BASELINE = "pixel_baseline_accuracy"
+_SUBCENTRES_FILE = "subcentres.tsv"
 # Faces in the report: classes, and images of each.
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
 
@@ -77,6 +78,8 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         "host": socket.gethostname(),
         "version": megaclass.__version__,
     }
+    if outcome.minor_subcentres is not None and outcome.minor_subcentres[0]:
+        summary["minor_subcentres"] = _write_minor_subcentres(run, outcome.minor_subcentres)
     if run.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(run.device)
         summary |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory}
@@ -112,6 +115,17 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         _logger.info("exporting model.onnx and comparing its embeddings with the model's")
         export_onnx(folder / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
     _print_results(run, summary, results)
+
+
+def _write_minor_subcentres(run: Run, found: tuple[int, int, list[tuple[int, int, int]]]) -> str:
+    """Writes the classes that have most images in minor sub-centres, which are often mislabelled; returns a summary."""
+    num_images, num_minor, rows = found
+    names = names_of(run.classes, [label for label, _, _ in rows])
+    lines = [f"{names[label]}\t{images}\t{minor / images:.4f}" for label, images, minor in rows]
+    text = "\n".join(["class\timages of the last epoch\tshare in minor sub-centres", *lines, ""])
+    write_text(run.folder.path / _SUBCENTRES_FILE, text, is_private=True)
+    worst = ", ".join(f"{names[label]} ({minor / images:.0%} of {images:,})" for label, images, minor in rows[:10])
+    return f"{num_minor / num_images:.2%} of {num_images:,} images{'; most in ' if worst else ''}{worst}"
 
 
 def _examine_images(run: Run, model: Model, centres: CentreHealth | None) -> None:
@@ -195,6 +209,7 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
         ("summary.json", "the numbers"),
         ("evaluation.json", "the numbers of every evaluation set"),
         ("metrics.jsonl", "the metrics of every report"),
+        (_SUBCENTRES_FILE, "classes with images in minor sub-centres"),
         ("checkpoints/", "to continue with --resume"),
         ("config.toml", "every setting of this run"),
     ):

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,8 +86,18 @@ class RankContext:
         return self.commits is not None and self.commits.has_begun
 
 
-def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback] = ()) -> int:
-    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
+def train_as_rank(
+    config: Config,
+    world: World,
+    mode: StartMode,
+    callbacks: Sequence[Callback] = (),
+    *,
+    waits_for_results: bool = False,
+) -> int:
+    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop.
+
+    waits_for_results: return only once rank 0 has written the results, also on the other ranks.
+    """
     if not faulthandler.is_enabled():
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
@@ -98,6 +109,8 @@ def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequ
         if worker is None:
             code = _train_and_finish(context, process_group(world, device=config.train.device))
             assert code is not None, "only the ranks of elastic jobs change"
+            if waits_for_results and not world.is_main:
+                RunFolder(Path(config.train.run_dir)).wait_until_free()
             return code
         # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
@@ -271,7 +284,7 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
             class_names=run.classes.text,
             data=run.data_fingerprint,
             is_asynchronous=config.train.async_checkpoints,
-            on_published=run.events.note_published,
+            on_published=partial(run.events.note, "save"),
             last_wait_s=None if commits is None else _LAST_WAIT_S,
             is_asked_to_stop=lambda: signals.is_asked,
         ) as writer:

@@ -53,7 +53,8 @@ def inspection_text(found: dict[str, Any]) -> str:
         for name, count in found["histogram"].items()
     ]
     sizes = ", ".join(f"{size}: {count:,}" for size, count in list(found["sizes"].items())[:5])
-    unreadable = f", {found['num_unreadable']} unreadable" if found["num_unreadable"] else ""
+    num_unreadable = found["num_unreadable"]
+    unreadable = f", {num_unreadable} unreadable: megaclass data verify names them" if num_unreadable else ""
     lines = [
         found["what"],
         f"images            {found['num_images']:,}",

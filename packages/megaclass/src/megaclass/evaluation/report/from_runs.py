@@ -191,6 +191,7 @@ _FACTS = {
     "data_fingerprint": ("Data fingerprint", ""),
     "num_classes": ("Classes", ","),
     "num_images": ("Training images", ","),
+    "minor_subcentres": ("In minor sub-centres", ""),
     "image_size": ("Image size", ""),
     "backbone": ("Backbone", ""),
     "embedding_dim": ("Numbers per embedding", ""),

@@ -328,10 +328,6 @@ class RunEvents:
         begins = {"num_steps": num_steps, "world_size": world_size, "version": __version__}
         self.note("resume" if first_step else "start", first_step, **begins)
 
-    def note_published(self, step: int) -> None:
-        """Notes that the checkpoint of a step is on the disk."""
-        self.note("save", step)
-
     @contextmanager
     def ending_noted(self, *, is_elastic: bool = False) -> Iterator[None]:
         """Notes warnings while the block runs, and how it ends if that is by an error.
