@@ -63,6 +63,8 @@ def add_data_commands(commands: "Commands") -> None:
         help="use only the identities that `data split --identities SHARE` with the same seed holds out",
     )
 
+    _add_align(below)
+
     stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
     stage.add_argument("path", nargs="?", help=_DATA)
     stage.add_argument(
@@ -95,6 +97,23 @@ def _add_split(below: "Commands") -> None:
         "--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (default: 6000)"
     )
     _add_threads(split, "read")
+
+
+def _add_align(below: "Commands") -> None:
+    meaning = "align photos of faces by five landmarks, given or found by an ONNX detector of yours"
+    align = _command(below, "align", _align, meaning)
+    align.add_argument("path", type=Path, help="folder of photos, including subfolders, such as one per identity")
+    align.add_argument("--out", type=Path, required=True, help="folder to write; run again to continue")
+    landmarks = align.add_mutually_exclusive_group(required=True)
+    landmarks.add_argument(
+        "--points", type=Path, metavar="FILE", help="text file with a line name x1 y1 … x5 y5 per photo"
+    )
+    landmarks.add_argument(
+        "--detector", type=Path, metavar="FILE.onnx", help="face detector in the layout of SCRFD or RetinaFace"
+    )
+    align.add_argument("--size", type=int, default=112, help="side length of the crops in pixels (default: 112)")
+    align.add_argument("--format", choices=("png", "jpg"), default="png", help="format of the crops (default: png)")
+    _add_threads(align, "read and align")
 
 
 def _add_glyphs(below: "Commands") -> None:
@@ -380,6 +399,28 @@ def _pairs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if split is not None:
         mark_pairs(options.out, split, split.id_for(whole))
     return 0, {"out": str(options.out), "num_pairs": pair_set.num_pairs}, f"{options.out}: {pair_set.num_pairs:,} pairs"
+
+
+def _align(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.align_photos import align_photos
+    from megaclass.evaluation.images import find_images
+
+    with _progress("aligning photos") as on_progress:
+        made = align_photos(
+            find_images(options.path),
+            options.path,
+            options.out,
+            points=options.points,
+            detector=options.detector,
+            image_size=options.size,
+            suffix=options.format,
+            num_threads=options.threads,
+            on_progress=on_progress,
+        )
+    text = f"{options.out}: {made.num_aligned:,} of {made.num_photos:,} photos aligned"
+    text += f", {made.num_kept:,} were there already" if made.num_kept else ""
+    text += f"; {made.num_left_out:,} left out, as not-aligned.txt there lists" if made.num_left_out else ""
+    return 0, {"out": str(options.out), **made.__dict__}, text
 
 
 def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

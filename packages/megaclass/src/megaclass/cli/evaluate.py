@@ -106,6 +106,12 @@ def add_evaluate_commands(commands: "Commands") -> None:
     export.add_argument("--to", choices=tuple(EXPORTERS), required=True, help="format of the model")
     export.add_argument("--out", type=Path, help="folder to write (default: RUN/export/FORMAT)")
     export.add_argument("--licence", default="not stated", help="licence stated in the model card")
+    export.add_argument(
+        "--detector",
+        type=Path,
+        metavar="FILE.onnx",
+        help="with --to insightface: write a model pack for FaceAnalysis, with this face detector",
+    )
     _add_backbone(export)
     export.set_defaults(run=_export)
 
@@ -238,7 +244,16 @@ def _export(options: argparse.Namespace, given: list[str]) -> int:
         raise ConfigError(f"{options.model} is not a run folder: name the folder to write with --out FOLDER.")
     out = options.out or options.model / "export" / options.to
     with _writing(out):
-        print(export_model(options.model, options.to, out, licence=options.licence, backbone=options.backbone))
+        print(
+            export_model(
+                options.model,
+                options.to,
+                out,
+                licence=options.licence,
+                backbone=options.backbone,
+                detector=options.detector,
+            )
+        )
     return 0
 
 
