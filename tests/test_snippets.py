@@ -33,6 +33,8 @@ NOT_RUN = {
     r"--host-discovery-script": "needs a script of the user; tests/launch has one",
     r"--distractors": "MegaFace's folders; tests/megaclass/evaluation/test_identification.py runs it",
     r"--reject": "needs an evaluation on many images of unknown classes; tests/megaclass/evaluation/test_classify.py has one",
+    r"data\.path=(hf|s3|https)://": "an address; tests/megaclass/data/test_remote.py has a server",
+    r"/data/birds": "Parquet files; tests/megaclass/data/test_parquet.py writes some",
     r"--detector": "a face detector of the user; tests/megaclass/face_detectors.py makes some",
     r"^megaclass push": "publishes; tests/megaclass/evaluation/test_trained_models.py pushes to a small hub of its own",
     r"^megaclass demo": "the demo's recipe in full; tests/test_package.py runs it small from the wheel",

@@ -58,7 +58,7 @@ class FaceDetector:
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             inputs = [(one.name, one.shape) for one in self._session.get_inputs()]
-        # onnxruntime's exceptions have no common base class, and damaged files raise Python's own, too.
+        # onnxruntime's exceptions have no common base class, and damaged files also raise Python's own.
         except Exception as error:
             raise DataError(f"Cannot open the face detector {path}: {error}") from error
         if len(inputs) != 1 or len(inputs[0][1]) != 4 or inputs[0][1][1] != 3:
