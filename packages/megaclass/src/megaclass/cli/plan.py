@@ -104,10 +104,11 @@ def _sizes(config: "Config", source: "ImageSource | None", options: argparse.Nam
 
 
 def _image_size(config: "Config", source: "ImageSource | None") -> tuple[int, int]:
+    from megaclass.backbones import own_size
     from megaclass.image_size import height_and_width
 
-    if config.data.size:
-        return height_and_width(config.data.size)
+    if size := config.data.size or own_size(config.backbone.name):
+        return height_and_width(size)
     if source is not None:
         return source.image_size
     return height_and_width(config.synth.size)

@@ -128,9 +128,11 @@ class BackboneConfig:
     """The network that computes embeddings of images."""
 
     name: str = "iresnet50"
-    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h, or your module:Class."""
+    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t to vit_h, timm/NAME, or module:Class."""
     embedding_dim: int = field(default=512, metadata=within("in [2, 65536]"))
     """Number of dimensions of an embedding."""
+    pretrained: str = field(default="", metadata=MAY_CHANGE)
+    """Start a network of timm with its weights from the Hugging Face Hub (hub) or from a file; empty: with random ones."""
     batch_norm: Literal["local", "sync"] = "local"
     """local: statistics of each rank's own images; sync: statistics of the global batch, independent of the number of ranks."""
     dropout: float = field(default=0.0, metadata=within("in [0, 1)"))
@@ -146,6 +148,9 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         _require_ranges("backbone", self)
+        is_timm = self.name.startswith("timm/")
+        needed = "empty unless backbone.name is timm/NAME: train.init_backbone takes weights of other networks"
+        _require("backbone.pretrained", self.pretrained, is_timm or not self.pretrained, needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +232,10 @@ class OptimizerConfig:
     """Momentum of sgd for the backbone."""
     weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
     """Weight decay of the backbone."""
+    decay_vectors: bool = True
+    """Apply the weight decay also to biases, norms, position embeddings and tokens; transformers do better without."""
+    layer_decay: float = field(default=1.0, metadata=within("in (0, 1]"))
+    """Learning rate of each block of the backbone as a multiple of that of the next one; below 1 for fine-tuning."""
     clip_norm: float = field(default=5.0, metadata=within("0 or more"))
     """Clip the backbone's gradient to this norm; 0 disables clipping."""
     warmup_epochs: float = field(default=0.0, metadata=within("0 or more"))
@@ -379,7 +388,7 @@ class Config:
         do anything in its forward, must be switched on.
         """
         setting, layers = self.train.cuda_graph, self.backbone
-        is_own = ":" in layers.name
+        is_own = ":" in layers.name or layers.name.startswith("timm/")
         return (
             setting != "off"
             and (setting == "on" or not is_own)

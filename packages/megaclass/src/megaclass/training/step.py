@@ -121,7 +121,7 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
         factor = factor * (config.optimizer.clip_norm / norm.clamp_min(_TINY)).clamp_max(1.0)
     torch._foreach_mul_(gradients, factor)
     for group in model.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
     if is_bad.device.type == "cuda":
         model.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # read by fused optimizers
         model.optimizer.step()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megaclass.backbones.timm_network import TimmNetwork, origin_of_weights
 from megaclass.checkpoint.class_names import ClassList, describe_difference, saved_classes
 from megaclass.checkpoint.load import copy_matched_rows, first_whole_on_all_ranks, load_shared, saved_rows
 from megaclass.checkpoint.manifest import NAME, read_manifest
@@ -45,6 +46,8 @@ def load_initial_weights(run: Run, model: Model, mode: StartMode) -> None:
     if config.init_backbone is not None:
         backbone = _resolve(Path(config.init_backbone), device, or_else=None if is_one_path else _MODEL)
         on_every_rank(lambda: _load_backbone(model, backbone), device)
+    elif run.config.backbone.pretrained:
+        on_every_rank_for_long(lambda: _load_pretrained(run, model), device)
     if config.init_centres == CLASS_MEANS:
         start_at_class_means(run, model)
     elif config.init_centres is not None:
@@ -91,6 +94,15 @@ def _load_backbone(model: Model, path: Path) -> None:
     if model.ema is not None:
         # The moving average starts at the loaded weights, not at the random ones.
         model.ema.load({name: parameter.detach() for name, parameter in model.backbone.named_parameters()})
+
+
+def _load_pretrained(run: Run, model: Model) -> None:
+    assert isinstance(model.backbone, TimmNetwork)
+    model.backbone.load_pretrained_(run.config.backbone.pretrained)
+    if model.ema is not None:
+        model.ema.load({name: parameter.detach() for name, parameter in model.backbone.named_parameters()})
+    if run.world.is_main:
+        _logger.info(f"starting with {origin_of_weights(run.config.backbone.name, run.config.backbone.pretrained)}")
 
 
 def _read_backbone(path: Path) -> dict[str, Tensor]:
