@@ -355,6 +355,26 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DistilConfig:
+    """Training with a teacher: a trained model whose embeddings the backbone learns to give."""
+
+    teacher: str = field(default="", metadata=MAY_CHANGE)
+    """Any model that megaclass.load opens: a run folder, a model file, hf://user/name; empty: no teacher."""
+    cosine: float = field(default=10.0, metadata=within("0 or more"))
+    """Weight of 1 - cosine between the embedding and the teacher's, added to the loss; needs the same embedding size."""
+    relations: float = field(default=0.0, metadata=within("0 or more"))
+    """Weight of the squared difference to the teacher's cosines between the images of a rank; any embedding size."""
+    cache: bool = field(default=False, metadata=MAY_CHANGE)
+    """Embed every image with the teacher once, before the first step, into the run folder: 2 bytes per number."""
+
+    def __post_init__(self) -> None:
+        _require_ranges("distil", self)
+        needed = "above 0 if distil.relations is 0: without both the teacher has no effect"
+        has_effect = not self.teacher or self.cosine > 0 or self.relations > 0
+        _require("distil.cosine", self.cosine, has_effect, needed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
     """Formats in which the trained backbone is exported."""
 
@@ -372,6 +392,7 @@ class Config:
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    distil: DistilConfig = field(default_factory=DistilConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 
     def is_compiled(self, *, on_gpu: bool) -> bool:

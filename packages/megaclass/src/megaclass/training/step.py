@@ -98,8 +98,11 @@ def _forward_backward(
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
                 embeddings = model.parallel(inputs)
             loss = model.head(embeddings, labels[here])
+            total = loss
+            if model.distiller is not None:
+                total = loss + model.distiller.loss(inputs, batch.indices[here], embeddings, len(labels))
             clock.begin("backward")
-            (loss * model.loss_scale.scale).backward()
+            (total * model.loss_scale.scale).backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 

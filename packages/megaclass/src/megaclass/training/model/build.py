@@ -22,6 +22,7 @@ from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
 from megaclass.image_size import ImageSize, compact_size, height_and_width
+from megaclass.training.model.distil import Distiller, new_distiller
 from megaclass.training.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.training.model.precision import Ema, LossScale, Precision, RunningStatistics, choose_precision
@@ -47,6 +48,7 @@ class Model:
     dropouts: list[KeyedDropout]
     ema: Ema | None
     statistics: RunningStatistics
+    distiller: Distiller | None = None
 
     @contextmanager
     def for_evaluation(self) -> Iterator[nn.Module]:
@@ -133,6 +135,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         dropouts=dropouts,
         ema=Ema(backbone, config.train.ema) if config.train.ema else None,
         statistics=RunningStatistics(backbone),
+        distiller=new_distiller(config, device, precision),
     )
 
 
