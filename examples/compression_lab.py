@@ -21,10 +21,10 @@ from mnist import MIRROR, Net, datasets, evaluate
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+from wire_bytes import SentBytes
 
 import horovod
 import horovod.torch as hvd
-from megaclass_launch.ranks.wire_bytes import SentBytes
 
 ROWS = [
     ("serial", 1, "none"),

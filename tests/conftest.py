@@ -29,7 +29,7 @@ from tests import guard
 from tests.be_host import be_host
 
 from megaclass_launch.messages import messages_on_stderr
-from megaclass_launch.network import reserve_port
+from megaclass_launch.rendezvous.addresses import reserve_port
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The tests may run inside a job, of Slurm for instance; the processes that they start are no ranks of it.

@@ -14,8 +14,7 @@ from horovod.common.elastic import notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.engine.job import current
 from horovod.torch.elastic import HostUpdateResult, ObjectState, TorchState, run_fn
-from megaclass_launch.elastic.channel import Channel
-from megaclass_launch.elastic.worker import ElasticWorker
+from megaclass_launch.elastic import Channel, ElasticWorker
 from megaclass_launch.rendezvous.connection_watch import OwnConnections
 
 

@@ -173,19 +173,19 @@ def _wrong_calls(rank: int, size: int) -> None:
         (
             lambda: hvd.reducescatter(torch.ones(2), compression=hvd.Compression.int8),
             "ValueError",
-            "8-bit compression is for allreduce only",
+            "8-bit compression is for allreduce with op=Sum and op=Average only",
         ),
         (
             lambda: hvd.allreduce(torch.ones(2), compression=hvd.Compression.int8, op=hvd.Max),
             "ValueError",
-            "8-bit compression supports op=Sum and op=Average only",
+            "8-bit compression is for allreduce with op=Sum and op=Average only",
         ),
         (
             lambda: hvd.grouped_allreduce(
                 [torch.ones(2), torch.ones(2).half()[:1].int()], compression=hvd.Compression.fp8
             ),
             "ValueError",
-            "groups of floating-point tensors only",
+            "groups in which all tensors are of floating point",
         ),
     ]
     for call, error, text in wrong:

@@ -230,10 +230,12 @@ def test_a_stalled_tensor_is_warned_about_with_the_missing_ranks_and_then_ends_t
 def _steady_state(rank: int, size: int) -> int:
     """Bytes this rank sends to rank 0 in one repeated step of 50 tensors."""
     sent = []
-    link = current.running().controller._connections.get(0)
-    if link is not None:
-        send = link.send
-        link.send = lambda about, content=b"", payload=b"": (sent.append(len(content)), send(about, content, payload))
+    controller = current.running().controller
+    send = controller._send_to_rank0
+    controller._send_to_rank0 = lambda about, content=b"", payload=b"": (
+        sent.append(len(content)),
+        send(about, content, payload),
+    )
     for _ in range(3):
         sent.clear()
         hvd.grouped_allreduce([torch.ones(40_000)] * 2, name="group")
@@ -257,10 +259,12 @@ def _in_long_cycle(function) -> object:
 def _many_without_names(rank: int, size: int) -> tuple[int, list[int]]:
     """How often this rank announces 1,000 small unnamed allreduces that are submitted in a row, and the bytes of it."""
     sent = []
-    link = current.running().controller._connections.get(0)
-    if link is not None:
-        send = link.send
-        link.send = lambda about, content=b"", payload=b"": (sent.append(len(content)), send(about, content, payload))
+    controller = current.running().controller
+    send = controller._send_to_rank0
+    controller._send_to_rank0 = lambda about, content=b"", payload=b"": (
+        sent.append(len(content)),
+        send(about, content, payload),
+    )
     tensors = [torch.full((100,), float(rank + 1)) for _ in range(1000)]
     for step in range(2):
         sent.clear()

@@ -11,7 +11,7 @@ import pytest
 
 from horovod.common.exceptions import SHUT_DOWN
 from horovod.runner import run_function
-from horovod.runner.run_function import _FunctionCall, run
+from horovod.runner.run_function import _by_rank, run
 from megaclass_launch.wire.agent_messages import AgentMessageChecker
 from megaclass_launch.wire.call import CALL_FDS, SIZE, AgentCall, CallPipes
 from megaclass_launch.wire.protocol import ProtocolError
@@ -77,35 +77,32 @@ def test_the_launcher_gets_the_options_and_no_secret(monkeypatch):
     assert given["env"]["HOROVOD_START_TIMEOUT"] == "77"
 
 
-def _call_with(results: dict[int, tuple[bool, object]], size: int | None) -> _FunctionCall:
-    call = _FunctionCall(b"", size, sys.executable)
-    for rank, answer in results.items():
-        data = pickle.dumps((*answer, rank))
-        call._results[rank] = bytearray(SIZE.pack(len(data)) + data)
-    return call
+def _received(results: dict[int, tuple[bool, object]]) -> dict[int, bytearray]:
+    packed = {rank: pickle.dumps((*answer, rank)) for rank, answer in results.items()}
+    return {rank: bytearray(SIZE.pack(len(data)) + data) for rank, data in packed.items()}
 
 
 def test_results_come_by_rank_whatever_the_order_of_the_answers():
-    assert _call_with({2: (True, "c"), 0: (True, "a"), 1: (True, "b")}, 3)._checked(0) == ["a", "b", "c"]
+    assert _by_rank(_received({2: (True, "c"), 0: (True, "a"), 1: (True, "b")}), 3, 0) == ["a", "b", "c"]
 
 
 def test_an_elastic_job_returns_what_the_ranks_sent_that_it_ends_with():
     answers = {2: (True, "c"), 0: (False, "was lost"), 1: (True, "b")}
-    assert _call_with(answers, None)._checked(0) == ["b", "c"]
+    assert _by_rank(_received(answers), None, 0) == ["b", "c"]
     with pytest.raises(RuntimeError, match="was lost"):
-        _call_with(answers, None)._checked(1)
+        _by_rank(_received(answers), None, 1)
 
 
 def test_a_rank_that_fails_is_shown_with_its_traceback():
     with pytest.raises(RuntimeError, match=r"Process name: 1\nExit code: 1\ntraceback of rank 1"):
-        _call_with({0: (True, 1), 1: (False, "traceback of rank 1")}, 2)._checked(1)
+        _by_rank(_received({0: (True, 1), 1: (False, "traceback of rank 1")}), 2, 1)
 
 
 def test_a_rank_that_sends_no_result_or_a_part_of_one_is_an_error():
-    call = _call_with({0: (True, 1), 1: (True, 2)}, 2)
-    del call._results[1][-1]
+    received = _received({0: (True, 1), 1: (True, 2)})
+    del received[1][-1]
     with pytest.raises(RuntimeError, match="Process name: unknown, see the output above\nExit code: 0"):
-        call._checked(0)
+        _by_rank(received, 2, 0)
 
 
 def test_of_several_failures_the_one_that_is_no_consequence_is_shown():

@@ -27,10 +27,9 @@ from horovod.engine import control_connection
 from horovod.engine.control_connection import AuthenticatedListener, Endpoint, connect
 from horovod.torch.functions import _plain_dumps, _plain_loads
 from megaclass_launch.errors import LaunchError
-from megaclass_launch.network import hold_store_port
 from megaclass_launch.ranks.store import SignedStore
+from megaclass_launch.rendezvous.addresses import SocketOffer, hold_store_port, take_socket
 from megaclass_launch.rendezvous.job_secret import JOB_SECRET, LocalSecret, job_secret, local_secret, new_secret
-from megaclass_launch.rendezvous.socket_offer import SocketOffer, take_socket
 
 _SECRET = bytes(range(32))
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megaclass.backbones.slim import SlimNet
-from megaclass_launch.elastic.worker import elastic_worker
+from megaclass_launch.elastic import elastic_worker
 
 STEP_S = float(os.environ.get("COUNT_STEP_S", "0"))
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass_launch.agent import driver_connection
-from megaclass_launch.agent.driver_connection import DriverConnection
+from megaclass_launch.agent import agent
+from megaclass_launch.agent.agent import DriverConnection
 from megaclass_launch.agent.rank_watch import RankWatch
-from megaclass_launch.agent.worker_pipes import WorkerOutput
-from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
+from megaclass_launch.agent.workers import Rank0Ports, WorkerOutput, WorkerSetup
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.rank_status import OwnStatus
 from megaclass_launch.wire.protocol import encode
@@ -57,7 +56,7 @@ def driver(selector, monkeypatch):
         os.set_blocking(their_in, False)
         os.set_blocking(their_out, False)
         # Not in the module sys itself: pytest sets its stdout anew between a fixture and the test.
-        monkeypatch.setattr(driver_connection, "sys", SimpleNamespace(stdin=stdin, stdout=stdout))
+        monkeypatch.setattr(agent, "sys", SimpleNamespace(stdin=stdin, stdout=stdout))
         end = DriverEnd(selector, our_in, our_out)
         yield end
     os.close(our_out)
@@ -314,10 +313,12 @@ def test_a_rank_that_has_become_late_is_reported_before_the_next_heartbeat():
     begun = time.monotonic()
     watch.check(begun)
     ranks[0].progress(allowed_s=100.0, step=1)
+    ranks[1].give_stacks("", "no step has finished", "train.hang_after_s")
     ranks[1].progress(allowed_s=0.001, step=1)
     time.sleep(0.01)
     watch.check(begun + 1.1)
     [status] = [message for message in said if message["say"] == "status"]
-    assert status["is_training"] and 0.0 < status["silent_s"] < 60.0 and status["idle_s"] >= status["silent_s"] - 60.0
+    assert (status["missing"], status["setting"]) == ("no step has finished", "train.hang_after_s")
+    assert 0.0 < status["silent_s"] < 60.0 and status["idle_s"] >= status["silent_s"] - 60.0
     watch.check(begun + 2.2)
     assert len([message for message in said if message["say"] == "status"]) == 1

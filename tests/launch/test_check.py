@@ -16,11 +16,20 @@ import torch
 
 import megaclass_launch
 from megaclass.cli.main import main
-from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
 from megaclass_launch.check.probe import code_digest
-from megaclass_launch.check.report import FindingState, Report, bad, good
-from megaclass_launch.check.rules import clock_finding, default_slots, difference_findings, host_findings
-from megaclass_launch.wire.plain_text import plain_lines
+from megaclass_launch.check.probe_client import checked, rows_in
+from megaclass_launch.check.rules import (
+    FindingState,
+    Report,
+    bad,
+    clock_finding,
+    default_slots,
+    difference_findings,
+    good,
+    host_findings,
+)
+from megaclass_launch.driver.ssh import address_in
+from megaclass_launch.wire.checks import plain_lines
 from megaclass_launch.wire.protocol import ProtocolError
 
 _MEMORY = {"free_bytes": 130 << 30, "total_bytes": 140 << 30}
@@ -389,7 +398,7 @@ def test_a_python_that_says_nothing_here_is_not_blamed_on_ssh(capsys, tmp_path):
 def test_a_python_that_is_not_there_is_named(capsys):
     assert main(["check", "--python", "/nowhere/python"]) == 2
     assert (
-        "Cannot start /nowhere/python on this machine: No such file or directory. Set --python"
+        "Cannot start '/nowhere/python' for localhost: No such file or directory. Set --python"
         in capsys.readouterr().err
     )
 
@@ -468,9 +477,12 @@ ODD = [
 ]
 
 
+FACTS_ASKED = {"ask": "facts", "workdir": "/work", "config": None}
+
+
 def test_facts_of_a_host_pass_unchanged():
-    assert facts_in(FACTS, "/work") == FACTS
-    assert facts_in({**FACTS, "torch": NO_TORCH, "workdir": None}, "/work")["workdir"] is None
+    assert checked(FACTS_ASKED, FACTS) == FACTS
+    assert checked(FACTS_ASKED, {**FACTS, "torch": NO_TORCH, "workdir": None})["workdir"] is None
 
 
 def places(value):
@@ -493,7 +505,7 @@ def test_facts_of_a_hostile_host_are_refused_or_give_findings_that_no_terminal_o
     for place in places(FACTS):
         for odd in ODD:
             try:
-                facts = facts_in(place(odd), "/work")
+                facts = checked(FACTS_ASKED, place(odd))
             except ProtocolError:
                 continue
             num_accepted += 1
@@ -510,18 +522,19 @@ def test_facts_of_a_hostile_host_are_refused_or_give_findings_that_no_terminal_o
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_other_answers_of_a_hostile_host_are_refused_or_harmless(odd):
-    for check, reply in (
-        (time_in, {"time": odd}),
-        (listening_in, {"port": odd, "fault": None}),
-        (lambda reply: reached_in(reply, ["h2 10.0.0.2 1"]), {"towards": odd, "faults": {"h2 10.0.0.2 1": None}}),
-        (lambda reply: reached_in(reply, ["h2 10.0.0.2 1"]), {"towards": "eth0", "faults": odd}),
+    reach = {"ask": "reach", "peers": [("h2 10.0.0.2 1", "10.0.0.2", 1)]}
+    for question, reply in (
+        ({"ask": "time"}, {"time": odd}),
+        ({"ask": "listen", "port": 0}, {"port": odd, "fault": None}),
+        (reach, {"towards": odd, "faults": {"h2 10.0.0.2 1": None}}),
+        (reach, {"towards": "eth0", "faults": odd}),
     ):
         try:
-            assert plain_lines(str(check(reply))) == str(check(reply))
+            assert plain_lines(str(checked(question, reply))) == str(checked(question, reply))
         except ProtocolError as error:
             assert "is invalid" in str(error)
     assert rows_in(odd) == [] and rows_in([{"backend": odd}]) == []
-    assert connection_in({"ssh": f"{odd} 1 {odd} 22"}) == []
+    assert address_in(f"{odd} 1 {odd} 22", 0) is None
 
 
 @pytest.mark.ranks

@@ -17,7 +17,7 @@ _QUICK = """
 import os, sys, time
 from pathlib import Path
 from megaclass_launch.rank_status import own_status
-from megaclass_launch.elastic.worker import Why, elastic_worker
+from megaclass_launch.elastic import Why, elastic_worker
 folder = Path(__file__).parent
 worker, why = elastic_worker(), Why.START
 def is_there(name):
@@ -34,7 +34,8 @@ while True:
             sys.exit(0)
         if is_there(f"hang-{here.world.rank}"):
             (folder / f"hang-{here.world.rank}").unlink()
-            own_status().progress(step=1, allowed_s=1.0, phase="training")
+            own_status().give_stacks("", "no step has finished", "train.hang_after_s")
+            own_status().progress(step=1, allowed_s=1.0)
             time.sleep(600)
         if is_there(f"exit-{here.world.rank}"):
             code = int((folder / f"exit-{here.world.rank}").read_text())

@@ -8,10 +8,10 @@ import pytest
 from megaclass_launch.driver import generations
 from megaclass_launch.driver.agent_pipe import PipeState
 from megaclass_launch.driver.discovery import DiscoveryAnswer
+from megaclass_launch.driver.driver import on_message
 from megaclass_launch.driver.generations import dismiss, is_enough, update_hosts
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import HostTable, JobState, Open, Order, Tell
-from megaclass_launch.driver.messages import on_message
 from megaclass_launch.driver.outcome import Outcome
 from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.hosts import Host
@@ -296,13 +296,24 @@ def test_a_rank_that_hangs_is_named_and_the_generation_is_left(by_option):
     driver.job.current.published_at = now - 60.0
     driver.job.printed_at = now - 40.0
     if not by_option:
-        driver.hear("b", say="status", idle_s=40.0, silent_s=40.0, is_training=True)
+        driver.hear(
+            "b", say="status", idle_s=40.0, silent_s=40.0, missing="no step has finished", setting="train.hang_after_s"
+        )
     driver.check_for_hangs(now)
     [asked] = driver.agent("a").orders("stacks")
     assert asked["ranks"] == {"0": 0, "1": 1, "2": 2} and asked["may_abort"] is False
     # While it is asked, and once it is to be left, it is not asked again.
     driver.check_for_hangs(now + 1.0)
-    report = {"pid": 10, "step": 7, "phase": "", "detail": "", "main_thread": 0, "file_wait": "", "package": ""}
+    report = {
+        "pid": 10,
+        "step": 7,
+        "phase": "",
+        "detail": "",
+        "main_thread": 0,
+        "file_wait": "",
+        "package": "",
+        "is_late": True,
+    }
     for number, state in ((0, "kernel"), (1, "stopped"), (2, "kernel")):
         host = driver.job.ranks.alive[number].host
         driver.hear(host, say="stacks", rank=number, state=state, waits_for="futex", **report)

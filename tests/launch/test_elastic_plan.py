@@ -8,9 +8,8 @@ import pytest
 from megaclass_launch.driver import discovery
 from megaclass_launch.driver.discovery import hosts_from_script, parse_lines
 from megaclass_launch.driver.generations import chosen, publication, worlds_by_worker
-from megaclass_launch.driver.job import Generation, HostTable
-from megaclass_launch.driver.rank_table import WorkerRecord
-from megaclass_launch.elastic.worker import Why
+from megaclass_launch.driver.job import Generation, HostTable, WorkerRecord
+from megaclass_launch.elastic import Why
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
 

@@ -19,7 +19,7 @@ import ctypes, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import horovod.torch as hvd
-from megaclass_launch.elastic.worker import ElasticWorker
+from megaclass_launch.elastic import ElasticWorker
 
 folder = Path(__file__).parent
 gloo_broadcast = dist.broadcast

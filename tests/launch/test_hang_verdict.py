@@ -12,11 +12,11 @@ from megaclass_launch.driver.job import JobState
 from megaclass_launch.driver.outcome import Reason
 from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.exit_codes import EXIT_HUNG
-from megaclass_launch.hang.stacks import LookClock, RankReport
+from megaclass_launch.hang.stacks import RankReport
 from megaclass_launch.hang.verdict import find_verdict
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import parse_options
-from megaclass_launch.rank_status import OwnStatus, StatusPage
+from megaclass_launch.rank_status import LookClock, OwnStatus, StatusPage
 
 LIB = "/usr/lib/python3.12"
 GATHER = [
@@ -223,8 +223,8 @@ def test_a_single_process_that_waits_in_a_collective_waits_for_nobody():
     assert not find_verdict([report(0, GATHER)]).may_end
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another(waits):
+@pytest.mark.parametrize("then", ["waits", "is slow", "has gone on"])
+def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another_and_still_is_late(then):
     said = []
     messages = SimpleNamespace(say=said.append, detail=lambda text: None)
     io = SimpleNamespace(messages=messages, output=SimpleNamespace(folder=None, write_stacks=lambda *_: None))
@@ -234,18 +234,25 @@ def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another(waits):
     job.opened.append(agent)
     watch = HangWatch(job)
     for _ in range(2):
-        watch.note(agent, {"say": "status", "idle_s": 60.0, "silent_s": 60.0, "is_training": True}, b"")
+        watch.note(agent, {"say": "status", "idle_s": 60.0, "silent_s": 60.0, "missing": "no step has finished"}, b"")
         watch.check(time.monotonic())
         if not job.is_ending:
             [asked] = [order.message for order in job.take_orders()]
             assert asked["may_abort"] is False, "a rank that cannot be asked is not ended by the question"
-        for found in (report(0, READS, waits_for="read of /data/0.jpg"), report(1, GATHER if waits else OWN)):
+        for found in (
+            report(0, READS, waits_for="read of /data/0.jpg"),
+            report(1, OWN if then == "is slow" else GATHER),
+        ):
             fields = {name: getattr(found, name) for name in ("rank", "pid", "state", "waits_for", "package")}
+            fields |= {"is_late": True, "is_still_late": then != "has gone on" or found.rank == 0}
             watch.note(agent, {"say": "stacks", **fields}, found.stacks.encode())
-    if waits:
+    if then == "waits":
         assert job.decision.reason is Reason.FAULT and job.decision.final().exit_code == EXIT_HUNG
         assert [order.message["do"] for order in job.take_orders()] == ["end"]
     else:
-        assert job.decision.reason is Reason.NONE
+        assert job.decision.reason is Reason.NONE and not job.take_orders()
+    if then == "has gone on":
+        assert not said
+    if then == "is slow":
         [told] = said
         assert "no step has finished for 60 s; the job continues, because no rank is seen to wait" in told

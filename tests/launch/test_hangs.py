@@ -49,6 +49,27 @@ def environment(tmp_path: Path, causes: str) -> dict[str, str]:
     return {"HANG_CAUSES": causes, "HANG_PIPE": str(tmp_path / "pipe"), "PYTHONPATH": path}
 
 
+_LATE_AND_THEN_DONE = """
+import os, signal, time
+from megaclass_launch.rank_status import STACKS_SIGNAL, own_status, wait_for_ranks
+own_status().give_stacks()
+if os.environ["RANK"] == "1":
+    # The agents wait 2.5 s for the stacks of this rank, and the step finishes meanwhile.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])
+own_status().progress(step=1, allowed_s=1.0)
+wait_for_ranks(lambda: time.sleep(3.3))
+own_status().progress(step=2, allowed_s=60.0)
+time.sleep(4)
+"""
+
+
+def test_a_step_that_finishes_while_the_hosts_are_asked_ends_nothing(run):
+    job = run.start("-H", "localhost:1,127.0.0.1:1", "--verbose", sys.executable, "-c", _LATE_AND_THEN_DONE)
+    assert job.wait(60) == 0, job.story()
+    assert "asking for the stacks of all ranks" in job.err and "it has finished meanwhile" in job.err
+    assert "hangs" not in job.err
+
+
 def test_the_verdict_names_the_rank_on_two_hosts_for_every_cause_and_the_job_restarts(bed, tmp_path, recipe):
     options = ["-H", "h1:1,h2:1", "--restarts", str(len(CAUSES) - 1)]
     for name, value in environment(tmp_path, ",".join(CAUSES)).items():

@@ -45,15 +45,9 @@ def test_horovodruns_variables_are_set_and_torchruns_are_not(run, python):
     ], done.story()
 
 
-def test_what_the_user_gives_is_there_after_horovodruns_messages(run):
-    done = run("--horovod", "--verbose", "-np", "1", "-x", "MASTER_PORT=1234", "sh", "-c", "echo $MASTER_PORT $RANK")
-    assert done.out.splitlines() == [
-        "Filtering local host names.",
-        "Remote host found: ",
-        "All hosts are local, finding the interfaces with address 127.0.0.1",
-        "Local interface found lo",
-        "[0]<stdout>:1234",
-    ], done.story()
+def test_what_the_user_gives_is_there_and_torchruns_names_are_not(run):
+    done = run("--horovod", "-np", "1", "-x", "MASTER_PORT=1234", "sh", "-c", "echo $MASTER_PORT $RANK")
+    assert done.out.splitlines() == ["[0]<stdout>:1234"], done.story()
 
 
 def test_a_job_without_horovods_names_has_torchruns_within_one_that_has_them(run):

@@ -20,7 +20,7 @@ from megaclass_launch.wire.agent_messages import (
     MAX_REMARKS,
     AgentMessageChecker,
 )
-from megaclass_launch.wire.plain_text import for_terminal, plain_lines, plain_text
+from megaclass_launch.wire.checks import for_terminal, plain_lines, plain_text
 from megaclass_launch.wire.protocol import MessageReader, ProtocolError, encode
 
 AGENT = f"""#!{sys.executable} -S

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from megaclass_launch import network
 from megaclass_launch.driver.ssh import SshSettings, why_not_started
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import (
@@ -16,6 +15,7 @@ from megaclass_launch.hosts import (
     hosts_from_option,
     is_this_machine,
 )
+from megaclass_launch.rendezvous import addresses
 from megaclass_launch.world import slurm_hosts, tasks_on_slurm_nodes
 
 TEN_KB = "x" * 10_000
@@ -188,10 +188,10 @@ def test_a_port_that_the_kernel_cannot_give_is_not_called_port_0(monkeypatch):
     def fail(port):
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
-    monkeypatch.setattr(network, "bound_socket", fail)
-    message = refusal(network.reserve_port, 0)
+    monkeypatch.setattr(addresses, "bound_socket", fail)
+    message = refusal(addresses.reserve_port, 0)
     assert "has no free port for rank 0 (Address already in use)" in message and "Port 0" not in message
-    assert "Port 4711 is in use on" in refusal(network.reserve_port, 4711)
+    assert "Port 4711 is in use on" in refusal(addresses.reserve_port, 4711)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import inspect
 
 import pytest
 
-from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason
-from megaclass_launch.driver.restarts import RestartLimit, StartResult
+from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason, RestartLimit, StartResult
 from megaclass_launch.launchers import LAUNCHERS
 from megaclass_launch.signals import InterruptLadder
 

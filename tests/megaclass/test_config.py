@@ -73,6 +73,19 @@ def test_quotes_around_text_are_those_of_toml(recipe):
     assert load_config(recipe(), ["train.run_dir='a\\tb'"]).train.run_dir == "a\\tb"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "optimizer"),
+    [
+        ([], "sgd"),
+        (["head.sample_rate=0.1"], "adagrad"),
+        (["head.sample_rate=[[0, 0.1], [100, 1.0]]"], "adagrad"),
+        (["head.sample_rate=0.1", "head.optimizer=sgd"], "sgd"),
+    ],
+)
+def test_sampled_centres_are_moved_by_adagrad_unless_told_otherwise(recipe, overrides, optimizer):
+    assert load_config(recipe(), overrides).head.optimizer == optimizer
+
+
 def test_a_rate_may_be_a_schedule(recipe):
     config = load_config(recipe(), ["head.sample_rate=[[0, 0.1], [8000, 1]]"])
     assert config.head.sample_rate == ((0, 0.1), (8000, 1.0))

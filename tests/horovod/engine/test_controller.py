@@ -254,9 +254,7 @@ def test_a_rank_that_joined_takes_part_without_an_operation(job):
         for rank in (0, 2):
             job.controllers[rank].submit(Operation(JOIN))
         job.on_all(
-            lambda rank: (
-                job.controllers[rank].wait(job.controllers[rank]._in_flight.get(JOIN.key)) if rank != 1 else None
-            )
+            lambda rank: job.controllers[rank].wait(job.controllers[rank]._operations[JOIN.key]) if rank != 1 else None
         )
         waiting.result(30.0)
     assert [notes.performed for notes in job.notes] == [[["x"]]] * 3
@@ -312,6 +310,26 @@ def test_an_interrupted_wait_leaves_the_operation_in_flight_and_the_job_continue
     job.on_all(lambda rank: job.run(rank, _allreduce("x")) if rank else None)
     job.controllers[0].wait(operation)
     assert operation.result == ["x"]
+
+
+def test_a_call_at_the_end_of_an_operation_may_submit_the_next_one_of_its_name(job):
+    first, second = Operation(_allreduce("x")), Operation(_allreduce("x"))
+    job.controllers[0].submit(first)
+    job.controllers[0].call_when_done(first, lambda: job.controllers[0].submit(second))
+    for _ in range(2):
+        job.on_all(lambda rank: job.run(rank, _allreduce("x")) if rank else None)
+    job.controllers[0].wait(second)
+    calls: list[str] = []
+    # Of an operation that is done, the call is made now.
+    job.controllers[0].call_when_done(first, lambda: calls.append("late"))
+    assert calls == ["late"] and first.result == second.result == ["x"]
+
+
+def test_operations_of_one_name_differ_by_kind_and_process_set(job):
+    kinds = [_allreduce("x"), _allreduce("x", process_set=1), Request.of("barrier", "x")]
+    for request in kinds:
+        job.controllers[1].submit(Operation(request))
+    job.on_all(lambda rank: job.run(rank, _allreduce("x")) if rank != 1 else None)
 
 
 def test_an_operation_that_was_closed_while_it_ran_is_finished_once():

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from horovod.common.settings import Settings
-from horovod.engine.messages import JOIN, Answer, Request, digest_of_all
-from horovod.engine.rank0.coordinator import Coordinator
-from horovod.engine.rank0.stall_check import CROSSED_S
+from horovod.engine.coordinator import CROSSED_S, Answer, Coordinator, Cycle
+from horovod.engine.messages import JOIN, Request, packed, short_hash
 
 SETS = {0: (0, 1, 2), 1: (0, 2), 2: (0, 1)}
 
@@ -23,8 +22,12 @@ def _request(
     return Request.of(kind, name, process_set, ("float32",), (shape,), op, **more)
 
 
-def _announce(coordinator: Coordinator, rank: int, *requests: Request, now: float = 0.0) -> Answer | None:
-    return coordinator.announce(rank, digest_of_all(requests), list(requests), now)
+def _announce(
+    coordinator: Coordinator, rank: int, *requests: Request, now: float = 0.0, payload: bytes = b""
+) -> Answer | None:
+    content = packed(requests)
+    own = () if rank else requests
+    return coordinator.announce(rank, Cycle(short_hash(content), content, now, payload, own))
 
 
 def _names(answer: Answer | None) -> list[list[str]]:
@@ -217,29 +220,41 @@ def test_with_stall_checks_off_nothing_is_due_after_the_comparison():
 # ---- whole cycles ----
 
 
-def test_payloads_come_back_with_the_answer_when_all_ranks_sent_one():
+def test_an_answer_names_the_cycles_of_all_ranks_if_they_announced_one_list():
     coordinator = Coordinator(["h", "h"], Settings(), {0: (0, 1)})
-    requests = [_request("x")]
-    digest = digest_of_all(requests)
-    assert coordinator.announce(0, digest, requests, 0.0, b"from 0") is None
-    assert coordinator.announce(1, digest, requests, 0.0, b"from 1").payloads == [b"from 0", b"from 1"]
-    assert coordinator.announce(0, digest, requests, 0.0, b"from 0") is None
-    assert coordinator.announce(1, digest, requests, 0.0, b"").payloads == []
+    assert _announce(coordinator, 0, _request("x"), payload=b"from 0") is None
+    answer = _announce(coordinator, 1, _request("x"), payload=b"from 1")
+    assert [cycle.payload for cycle in answer.cycles] == [b"from 0", b"from 1"]
+    # A list that some ranks do not announce is opened, and answered without cycles.
+    assert _announce(coordinator, 0, _request("x"), _request("y")) is None
+    assert _announce(coordinator, 1, _request("x")).cycles == ()
 
 
 def test_the_coordinator_answers_a_known_cycle_by_its_hash_without_opening_it():
     coordinator = Coordinator(["h", "h"], Settings(), {0: (0, 1)})
     requests = [Request.of("allreduce", name, 0, ("float32",), ((4,),), 1) for name in "ab"]
-    digest = digest_of_all(requests)
-    assert coordinator.announce(0, digest, requests, 0.0) is None
-    first = coordinator.announce(1, digest, requests, 0.0)
-    assert coordinator.announce(1, digest, requests, 0.0) is None
-    assert coordinator.announce(0, digest, requests, 0.0) is first
+    assert _announce(coordinator, 0, *requests) is None
+    first = _announce(coordinator, 1, *requests)
+    assert _announce(coordinator, 1, *requests) is None
+    assert _announce(coordinator, 0, *requests).responses is first.responses
     # Another order on the other rank: opened, and right all the same.
-    assert coordinator.announce(0, digest, requests, 0.0) is None
-    other = list(reversed(requests))
-    answer = coordinator.announce(1, digest_of_all(other), other, 0.0)
+    assert _announce(coordinator, 0, *requests) is None
+    answer = _announce(coordinator, 1, *reversed(requests))
     assert answer is not None and {r.name for r in answer.responses[0].requests} == {"a", "b"}
+
+
+def test_lists_that_do_not_repeat_are_not_remembered():
+    coordinator = Coordinator(["h", "h"], Settings(), {0: (0, 1)})
+    for number in range(3):
+        request = Request.of("allreduce", f"noname.{number}", 0, ("float32",), ((4,),), 1, repeats=False)
+        _announce(coordinator, 0, request)
+        assert _names(_announce(coordinator, 1, request)) == [[f"noname.{number}"]]
+    assert coordinator._answers == {}
+
+
+def test_an_operation_of_a_set_that_does_not_exist_any_more_has_no_members():
+    """Its removal may overtake an operation that a rank announced before it."""
+    assert _names(_announce(_coordinator(), 0, _request("x", process_set=7))) == [["x"]]
 
 
 def test_a_list_that_all_ranks_announce_is_fused_in_its_order_and_gathers_get_the_sizes_of_all():

@@ -3,9 +3,9 @@
 import pytest
 
 from horovod.common.settings import Settings
+from horovod.engine.coordinator import FUSED_TENSOR_BYTES, fuse
 from horovod.engine.kinds import REDUCTIONS
 from horovod.engine.messages import Request, Response
-from horovod.engine.rank0.fusion import FUSED_TENSOR_BYTES, fuse
 
 
 def _ready(name: str, dtype: str = "float32", op: int = 1, count: int = 100, **more) -> Response:
@@ -28,6 +28,8 @@ def test_small_allreduces_of_one_kind_travel_together_up_to_the_threshold():
     assert _names(fuse(responses, Settings())) == [["a", "b", "d"], ["c"], ["e"], ["f"]]
     assert _names(fuse(responses, Settings(fusion_threshold=800))) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
     assert len(fuse(responses, Settings(fusion_threshold=0))) == 6
+    requests = [response.requests[0] for response in responses]
+    assert fuse(requests, Settings()) == fuse(responses, Settings())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def job(name: str, batch: int, num_classes: int, rate: float, num_ranks: int = 1
     tables = {
         "data": {"path": "unused"},
         "backbone": {"name": name, "embedding_dim": 512},
-        "head": {"sample_rate": rate},
+        "head": {"sample_rate": rate, "optimizer": "sgd"},
         "train": {"run_dir": "unused", "global_batch": batch, **train},
     }
     config = load_config_values(tables, where="test")

@@ -16,8 +16,8 @@ from tests.triton_interpreter import interpreted, outside
 
 from megaclass.data import augment as reference
 from megaclass.data.augment import AUGMENTATIONS, Augment, augment_, mirror_, normalise, parse_augment
-from megaclass.data.augment_gpu import operations, programs
 from megaclass.data.augment_gpu import prepare as prepare_module
+from megaclass.data.augment_gpu import programs
 from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.loader import _MIRROR_SALT, mirrored
 
@@ -146,7 +146,7 @@ def test_augmentations_in_two_parts_change_what_all_of_them_together_change(monk
 @outside
 def test_every_augmentation_of_the_table_is_known_to_the_program():
     for name, (number, function) in prepare_module._KNOWN.items():
-        assert AUGMENTATIONS[name] is function and getattr(operations, name.upper()).value == number
+        assert AUGMENTATIONS[name] is function and getattr(programs, name.upper()).value == number
     assert set(prepare_module._KNOWN) == set(AUGMENTATIONS)
 
 

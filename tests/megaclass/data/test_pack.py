@@ -12,9 +12,8 @@ from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
 from megaclass.data.tools.inspect import inspect_source
 from megaclass.data.tools.make_pairs import make_pairs
-from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.pack import PackOptions, pack, unpack
 from megaclass.data.tools.split import Split, split_data
-from megaclass.data.tools.unpack import unpack
 from megaclass.data.tools.verify import verify
 from megaclass.errors import DataError
 
@@ -122,7 +121,7 @@ def test_one_rule_holds_for_bad_files_in_all_tools(faces, tmp_path, damage, capl
     assert len(list((tmp_path / "unpacked").rglob("*.jpg"))) == 8
     assert split_data(source, Split(by="images", share=0.5), tmp_path / "split").num_bad == 1
     assert make_pairs(source, 4).num_pairs == 4
-    assert inspect_source(source).num_unreadable == 1
+    assert inspect_source(source)["num_unreadable"] == 1
     assert len(verify(tmp_path / "faces")[0].bad) == 1
     assert caplog.text.count("d/55.jpg") >= 3
     for name in ("10", "20", "30"):

@@ -340,8 +340,8 @@ def test_a_format_from_outside_the_package_is_one_class_and_one_line(tmp_path):
         assert verify(path)[0].is_sound and verify(path)[0].num_images == 4
         assert class_list(str(path), source).text == b"cat\ndog\n"
         staged = stage(f"{path},synthetic:5x10@16", tmp_path / "ram")
-        (copy,) = (tmp_path / "ram").iterdir()
-        assert staged == f"{copy / '0' / 'pets.npz'},synthetic:5x10@16"
+        (copy,) = (tmp_path / "ram").glob("*/*/0")
+        assert staged == f"{copy / 'pets.npz'},synthetic:5x10@16"
         assert open_source(staged).num_classes == 7
         unstage(tmp_path / "ram")
         assert not (tmp_path / "ram").exists()

@@ -11,7 +11,7 @@ from megaclass.cli.main import main
 from megaclass.data.decode import encode_jpeg
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.tools.overlap import find_overlaps
+from megaclass.data.tools.overlap import describe_overlap, find_overlaps
 from megaclass.data.tools.split import Split, is_unseen
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
@@ -92,12 +92,14 @@ def test_a_share_that_is_none_is_refused(data, tmp_path, share, capsys):
 def test_images_that_are_in_the_training_data_are_found(data, tmp_path):
     source = open_source(data)
     pairs = read_pairs(data / "verification.bin").images
-    assert find_overlaps({"": pairs}, source)[""].num_found == 0
+    assert find_overlaps({"": pairs}, source)[""]["found"] == 0
     found = find_overlaps({"": [*pairs, source.read(3), source.read(7), source.read(7)]}, source)[""]
-    assert (found.num_found, found.num_images) == (2, len(set(pairs)) + 2)
-    assert "2 of its 6 images are in the training data (all 120 training images were compared)" in found.describe()
+    assert (found["found"], found["images"]) == (2, len(set(pairs)) + 2)
+    assert "2 of its 6 images are in the training data (all 120 training images were compared)" in describe_overlap(
+        found
+    )
     sampled = find_overlaps({"": [source.read(index) for index in range(120)]}, source, max_looked_at=10)[""]
-    assert sampled.num_found == sampled.num_looked_at == 10
+    assert sampled["found"] == sampled["looked_at"] == 10
 
 
 @pytest.mark.parametrize("options", [["--size", "48"], ["--size", "24x32"]])
@@ -109,8 +111,8 @@ def test_training_images_are_found_after_they_were_encoded_again(tmp_path, optio
     seen = [source.read(index) for index in range(0, 40, 2)]
     one_colour = encode_jpeg(np.full((64, 64, 3), 90, dtype=np.uint8), 90)
     found = find_overlaps({"seen": [*seen, one_colour, b"no image"], "unseen": unseen}, open_source(packed))
-    assert (found["seen"].num_found, found["seen"].num_images) == (20, 22)
-    assert found["unseen"].num_found == 0
+    assert (found["seen"]["found"], found["seen"]["images"]) == (20, 22)
+    assert found["unseen"]["found"] == 0
 
 
 def test_a_damaged_mark_claims_nothing(data, tmp_path):

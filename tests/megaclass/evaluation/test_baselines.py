@@ -8,7 +8,7 @@ from PIL import Image
 
 from megaclass.data.pair_file import PairSet
 from megaclass.errors import DataError
-from megaclass.evaluation.protocols.baselines import pixel_cosine, score_pixels
+from megaclass.evaluation.protocols.pairs import pixel_cosine, score_pixels
 
 
 def _png(pixels: np.ndarray) -> bytes:

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from megaclass.errors import CheckpointError
-from megaclass.evaluation.centres import centres_in_memory, read_run_centres
-from megaclass.evaluation.protocols import centre_health as centres_module
-from megaclass.evaluation.protocols.centre_health import centre_health
+from megaclass.evaluation import centres as centres_module
+from megaclass.evaluation.centres import centre_health, centres_in_memory, read_run_centres
 
 _CPU = torch.device("cpu")
 _NAMES = ["anna", "bert", "carl", "dora", "emil", "fritz"]

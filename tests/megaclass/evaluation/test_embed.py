@@ -10,8 +10,9 @@ from torch import nn
 
 from megaclass.data.pair_file import PairSet
 from megaclass.errors import DataError
-from megaclass.evaluation.embed import embed_images, evaluating, part_of_rank
+from megaclass.evaluation.embed import evaluating, part_of_rank
 from megaclass.evaluation.images import GivenImages, PairImages
+from megaclass.evaluation.protocol import Evaluator
 from megaclass_launch.errors import UserError
 from megaclass_launch.messages import messages_on_stderr
 from megaclass_launch.ranks.collectives import gather_blocks
@@ -20,10 +21,14 @@ _SIZE = 8
 _CPU = torch.device("cpu")
 
 
+def embed(model, images, **options):
+    return Evaluator(network=model, image_size=images.image_size, **options).embed(images)
+
+
 def embed_pairs(model, pair_set, *, image_size, name="the pairs", fit=None, **options):
     """Returns normalised embeddings of all 2N images, pairs in consecutive rows, and XNorm."""
     images = PairImages(pair_set=pair_set, image_size=image_size, set_name=name, fit=fit)
-    embedded = embed_images(model, images, **options)
+    embedded = embed(model, images, **options)
     return embedded.normalised_ND(), embedded.xnorm
 
 
@@ -132,7 +137,7 @@ def _count_work_and_traffic(num_pairs: int) -> tuple[list[int], list[int]]:
         return gather_blocks(block, group)
 
     with (
-        mock.patch("megaclass.evaluation.embed.gather_blocks", counting),
+        mock.patch("megaclass.evaluation.protocol.gather_blocks", counting),
         mock.patch("megaclass.distributed.agreement.gather_blocks", counting),
     ):
         embed_pairs(backbone, _pair_set(num_pairs), image_size=_SIZE, device=_CPU, batch_size=2)
@@ -217,15 +222,15 @@ def test_without_mirroring_an_embedding_is_that_of_the_image_alone():
 
 def test_threads_that_decode_change_nothing():
     images = PairImages(pair_set=_pair_set(5), image_size=_SIZE)
-    one = embed_images(TinyBackbone(), images, device=_CPU, batch_size=3)
-    four = embed_images(TinyBackbone(), images, device=_CPU, batch_size=3, num_threads=4)
+    one = embed(TinyBackbone(), images, device=_CPU, batch_size=3)
+    four = embed(TinyBackbone(), images, device=_CPU, batch_size=3, num_threads=4)
     np.testing.assert_array_equal(four.sums_ND, one.sums_ND)
 
 
 def _progress_on_this_rank() -> list[tuple[int, int]]:
     reports: list[tuple[int, int]] = []
     images = PairImages(pair_set=_pair_set(5), image_size=_SIZE)
-    embed_images(TinyBackbone(), images, device=_CPU, batch_size=4, on_progress=lambda *report: reports.append(report))
+    embed(TinyBackbone(), images, device=_CPU, batch_size=4, on_progress=lambda *report: reports.append(report))
     return reports
 
 

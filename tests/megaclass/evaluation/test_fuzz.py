@@ -29,7 +29,6 @@ from megaclass.inference import load
 from megaclass.insightface.checkpoints import read_backbone
 from megaclass.phases import PHASES
 from megaclass.training.top import draw, read_run
-from megaclass_launch.events_file import EVENTS
 
 SAMPLE_MUTATIONS = 60
 
@@ -76,6 +75,22 @@ def write_run(run: Path, *, has_results: bool) -> None:
     (run / "summary.json").write_text(json.dumps({"num_classes": 3, "final_loss": 1.5, "image_size": 16, "steps": 7}))
     rows = [{"step": step, "loss": 1.0, "elapsed_s": step, "data_wait_share": 0.1} for step in range(1, 4)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+EVENTS = (
+    "start",
+    "resume",
+    "rank_change",
+    "save",
+    "evaluation",
+    "skip",
+    "slow_rank",
+    "profile",
+    "warning",
+    "hang",
+    "end",
+)
+"""As in docs/formats.md."""
 
 
 def write_diary(run: Path) -> None:

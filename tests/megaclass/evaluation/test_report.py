@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megaclass.evaluation.centres import CentreHealth
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.protocols.centre_health import CentreHealth
 from megaclass.evaluation.protocols.pairs import result_of_pairs
 from megaclass.evaluation.protocols.verification import ScoredPairs, verify_distances
 from megaclass.evaluation.report.curves import passed_s, time_parts

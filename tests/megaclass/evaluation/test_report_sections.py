@@ -11,13 +11,11 @@ from torch import nn
 
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import centres_in_memory
-from megaclass.evaluation.protocols.centre_health import CentreHealth
-from megaclass.evaluation.protocols.curves import curves_of
+from megaclass.evaluation.centres import CentreHealth, centres_in_memory
+from megaclass.evaluation.protocols.pairs import curves_of
 from megaclass.evaluation.protocols.verification import FAR_TARGETS, far_name, threshold_at_far
 from megaclass.evaluation.report.from_runs import ModelReport, ReportData, report_of_runs
-from megaclass.evaluation.report.page import render_report
-from megaclass.evaluation.report.sets import operating_points
+from megaclass.evaluation.report.page import operating_points, render_report
 from megaclass.evaluation.training_images import (
     FILE,
     examine_training_images,

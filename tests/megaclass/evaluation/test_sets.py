@@ -108,12 +108,11 @@ def test_identification_from_folders_embeddings_and_features_agrees(tmp_path, pi
     assert folders.numbers["rank_k"] == {"1": 1.0, "5": 1.0, "10": 1.0}
     assert (folders.numbers["num_mated"], folders.numbers["num_unmated"]) == (12, 12)
 
-    from megaclass.evaluation.embed import embed_images
     from megaclass.evaluation.images import GivenImages, find_images
 
     for folder in (gallery, probes):
         files = find_images(folder)
-        rows = embed_images(Pixels(), GivenImages(images=files, image_size=_SIZE), device=torch.device("cpu")).sums_ND
+        rows = _evaluator().embed(GivenImages(images=files, image_size=_SIZE)).sums_ND
         np.save(tmp_path / f"{folder.name}.npy", rows)
         (tmp_path / f"{folder.name}.txt").write_text("".join(f"{path.relative_to(folder)}\n" for path in files))
         for path, row in zip(files, rows, strict=True):

@@ -27,8 +27,8 @@ from megaclass.training.model.build import build_model
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder
 from megaclass.training.run.run import open_run
-from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode
+from megaclass.training.start.resume import load_initial_weights
 from megaclass_launch.errors import ConfigError, UserError
 from megaclass_launch.world import World
 
@@ -225,7 +225,7 @@ def test_after_the_last_step_of_a_sampled_run_centres_turn_to_the_means_of_their
     network, after, said = _trained(run_ranks, size, data, tmp_path / "b", backbone[0], **chosen)
     assert "centres were moved towards the means" in said and "centres were moved" not in silent
     means = class_means(data, network)
-    truth = F.normalize(before) + (2.0 if weight is None else weight) * means
+    truth = F.normalize(before) + (2.0 if weight is None else weight) / 0.5**0.5 * means
     truth = F.normalize(truth) * before.norm(dim=1, keepdim=True)
     has_images = torch.arange(NUM_CLASSES) != EMPTY
     torch.testing.assert_close(after[has_images], truth[has_images], rtol=0, atol=1e-5)

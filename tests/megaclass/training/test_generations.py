@@ -10,7 +10,7 @@ from megaclass.training import commits as commits_module
 from megaclass.training import generations
 from megaclass.training.commits import Commits, HeldCommit
 from megaclass.training.generations import joined_group
-from megaclass_launch.elastic.worker import Assignment, Member
+from megaclass_launch.elastic import Assignment, Member
 from megaclass_launch.errors import ConnectionLostError
 from megaclass_launch.world import World
 

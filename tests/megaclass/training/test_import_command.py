@@ -50,7 +50,7 @@ def test_the_older_curve_is_given_by_an_option(published, tmp_path, capsys):
     shown = capsys.readouterr()
     (tmp_path / "recipe.toml").write_text(shown.out)
     assert load_config(tmp_path / "recipe.toml").optimizer.power == 2.0
-    assert "# as in InsightFace's earlier scheduler; the current train_v2.py uses 1\npower = 2.0" in shown.out
+    assert "# - the learning rate decays with power 2, as in InsightFace's earlier scheduler" in shown.out
 
 
 def test_the_recipe_is_written_as_a_new_file_and_never_over_another(published, tmp_path, capsys):

@@ -86,9 +86,6 @@ def test_every_published_config_imports_and_reads_back(tmp_path, published: Publ
     recipe.write_text(recipe_text(config, remarks, path))
     assert load_config(recipe) == config
     assert all(f"# - {remark}\n" in recipe.read_text() for remark in remarks)
-    assert (
-        "# as in the current train_v2.py; InsightFace's earlier scheduler used 2 (--lr-power 2)" in recipe.read_text()
-    )
     parts = 12 if "gradient_acc" in published.more else 1
     assert config.train.global_batch == published.batch_size * published.gpus * parts
     assert config.train.accumulate == parts
@@ -180,7 +177,7 @@ def test_the_name_of_the_file_hints_at_the_number_of_gpus(tmp_path, name, batch,
 def test_the_number_given_wins_over_that_in_the_name(tmp_path):
     config, remarks = imported(tmp_path, name="wf42m_32gpu_r50", num_gpus=4)
     assert config.train.global_batch == 512
-    assert "says 32 GPUs, but --gpus is 4" in remarks
+    assert "says 32 GPUs: but --gpus is 4" in remarks
 
 
 @pytest.mark.parametrize(
@@ -245,8 +242,7 @@ def test_margins_are_those_that_insightfaces_loss_makes_of_the_three_numbers(tmp
     config, remarks = imported(tmp_path, "config.margin_list = (1.2, 0.4, 0.1)")
     assert (config.head.margin, config.head.margin_size) == ("cosface", 0.1)
     assert "ignores m1 and m2 if m3 is above 0" in remarks
-    text = MS1MV3_R50.replace("config.margin_list = (1.0, 0.5, 0.0)", "config.loss = 'cosface'")
-    config, _ = imported(tmp_path, text=text)
+    config, _ = imported(tmp_path, "config.margin_list = (1.0, 0.0, 0.4)")
     assert (config.head.margin, config.head.margin_size) == ("cosface", 0.4)
 
 
@@ -256,8 +252,7 @@ def test_margins_are_those_that_insightfaces_loss_makes_of_the_three_numbers(tmp
         ("config.margin_list = (1.35, 0.0, 0.0)", "InsightFace's loss raises an error for these"),
         ("config.margin_list = 3", "expected three numbers"),
         ("config.margin_list = (1.0, 'a', 0.0)", "expected three numbers"),
-        ("config.loss = 'cosface'", "contradicts margin_list"),
-        ("config.loss = 'adaface'", "expected arcface or cosface"),
+        ("config.loss = 'cosface'", "and give config.margin_list: .* for cosface"),
         ("config.sample_rate = 3.0", r"head\.sample_rate is 3\.0"),
         ("config.optimizer = 'lion'", "expected sgd or adamw"),
         ("config.gradient_acc = 0.5", "expected a whole number of at least 1"),
@@ -298,13 +293,13 @@ def test_the_project_in_weights_and_biases_is_carried_over(tmp_path):
     config, remarks = imported(tmp_path, more + "config.wandb_entity = 'team'\nconfig.notes = 'first try'")
     assert config.train.wandb_project == "faces"
     assert "wandb_key was not carried over: log in with `wandb login`" in remarks and "KEY" not in remarks
-    assert "wandb_entity = 'team': set the variable WANDB_ENTITY" in remarks
-    assert "notes = 'first try': set the variable WANDB_NOTES" in remarks
+    assert "wandb_entity was not carried over: set the variable WANDB_ENTITY" in remarks
+    assert "notes was not carried over: set the variable WANDB_NOTES" in remarks
     config, remarks = imported(tmp_path, "config.using_wandb = True")
-    assert config.train.wandb_project == "project" and "wandb_project is not set" in remarks
+    assert config.train.wandb_project == "project" and "using_wandb became train.wandb_project" in remarks
     config, remarks = imported(tmp_path, "config.using_wandb = False\nconfig.wandb_project = 'faces'")
     assert config.train.wandb_project == ""
-    assert "using_wandb, wandb_project: Weights & Biases is switched off" in remarks
+    assert "using_wandb is not True: Weights & Biases is switched off" in remarks
 
 
 @pytest.mark.parametrize(

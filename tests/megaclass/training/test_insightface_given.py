@@ -16,7 +16,7 @@ def test_values_are_those_of_the_file_and_else_those_of_base_py(tmp_path):
     settings = given(tmp_path, "config.lr = 1", "config.fp16 = True", "config.batch_size = 64.0")
     assert (settings.number("lr"), settings.value("fp16"), settings.integer("batch_size")) == (1.0, True, 64)
     assert (settings.text("network"), settings.number("momentum"), settings.value("dali_aug")) == ("r50", 0.9, None)
-    assert "lr" in settings and "momentum" not in settings
+    assert "lr" in settings.lines and "momentum" not in settings.lines
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_a_value_of_another_type_is_an_error_that_names_the_line(tmp_path, line,
     ("file_name", "asked", "expected", "remark"),
     [
         ("ms1mv3_r50", None, 8, "does not say how many GPUs were used: 8 were assumed"),
-        ("wf42m_r50_32gpus", None, 32, "the name of the file says 32 GPUs; import again"),
-        ("ms1mv3_r50_onegpu", None, 1, "the name of the file says 1 GPUs; import again"),
-        ("wf42m_pfc02_vit_bs8k", None, 64, "the name of the file says 64 GPUs; import again"),
-        ("wf42m_r50_32gpus", 4, 4, "says 32 GPUs, but --gpus is 4"),
+        ("wf42m_r50_32gpus", None, 32, "the name of the file says 32 GPUs: import again"),
+        ("ms1mv3_r50_onegpu", None, 1, "the name of the file says 1 GPUs: import again"),
+        ("wf42m_pfc02_vit_bs8k", None, 64, "the name of the file says 64 GPUs: import again"),
+        ("wf42m_r50_32gpus", 4, 4, "says 32 GPUs: but --gpus is 4"),
         ("wf42m_r50_8gpus_bs4k", None, 8, "says a batch of 4096, but batch_size 128 on 8 GPUs is 1024"),
         ("wf42m_r50_0gpus", None, 8, "8 were assumed"),
     ],

@@ -68,8 +68,8 @@ def _train(values):
     """What was said, and the names of the sets whose results the loop handed over."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), ExitStack() as held:
-        trained = train_in_group(context_of(load_config_values(values, where="test"), held), CPU)
-    return said.getvalue(), [result.name for result in trained.outcome.results or []]
+        _, _, outcome = train_in_group(context_of(load_config_values(values, where="test"), held), CPU)
+    return said.getvalue(), [result.name for result in outcome.results or []]
 
 
 def rows_of(run_dir):
@@ -110,12 +110,12 @@ def _finish(values, damage):
     config = load_config_values(values, where="test")
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), ExitStack() as held:
-        trained = train_in_group(context_of(config, held), CPU)
+        run, model, outcome = train_in_group(context_of(config, held), CPU)
         for name in damage:
-            path = trained.run.folder.path / name
+            path = run.folder.path / name
             path.write_text("{ damaged") if "json" in name else path.mkdir()
-        held.enter_context(trained.model.for_evaluation())
-        finish_run(trained.run, trained.model, trained.outcome, evaluate_model(trained.run, trained.model))
+        held.enter_context(model.for_evaluation())
+        finish_run(run, model, outcome, evaluate_model(run, model))
     return said.getvalue()
 
 

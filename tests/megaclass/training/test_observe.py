@@ -17,7 +17,7 @@ from megaclass.config.schema import TrainConfig
 from megaclass.phases import PHASES, find_slow_rank
 from megaclass.training.between_steps import describe_row
 from megaclass.training.metrics import StepClock, gather_phases, phase_row
-from megaclass.training.observer import HangLimit, Observer
+from megaclass.training.observer import HangLimit, SlowRanks
 from megaclass.training.run.run import check_same_data, check_same_start
 from megaclass.training.top import draw, read_run
 from megaclass_launch.errors import ConfigError, LaunchError, UserError
@@ -82,13 +82,13 @@ def test_a_slow_rank_is_in_the_progress_line_of_every_row_and_among_the_events_o
     config = load_config_values({"data": {"path": "debug"}, "train": {"run_dir": "x"}}, where="test")
     run = SimpleNamespace(config=config, device=CPU, hosts=("a", "b"), events=events, world=World(rank=0, size=2))
     run.folder = SimpleNamespace(path=Path("unused"))
-    observer = Observer(run, StepClock(CPU), first_step=0)
+    slow_ranks = SlowRanks(run)
     shown = []
     for step, phases in enumerate((slow, even, slow, slow, slow, slow), start=1):
         monkeypatch.setattr("megaclass.training.observer.gather_phases", lambda own, device, p=phases: (p, []))
-        row = observer.read(SimpleNamespace(phase_s={}, last_step_s=0.1), step)
+        row = slow_ranks.read(SimpleNamespace(phase_s={}, last_step_s=0.1), step)
         row |= {"loss": 1.0, "images_per_second": 10.0, "learning_rate": 0.1, "data_wait_share": 0.0}
-        shown.append(describe_row(row, observer.describe_slow()))
+        shown.append(describe_row(row, slow_ranks.describe()))
     assert [line.endswith("rank 1 (b) 100% slower: forward") for line in shown] == [True, False, True, True, True, True]
     assert noted == [("slow_rank", 5, {"rank": 1, "host": "b", "phase": "forward", "slower": 1.0})]
 

@@ -147,11 +147,11 @@ def _train_until_rank_1_gets(number: int, arguments: Sequence[str], folder: Path
             sender.start()
             held.callback(sender.join)
             held.callback(is_over.set)
-        trained = train_in_group(
+        _, _, outcome = train_in_group(
             RankContext(config=config, world=world, mode=StartMode(), lock=FolderLock(held)), torch.device("cpu")
         )
     signal.signal(number, previous)
-    return trained.outcome.stop, said.getvalue()
+    return outcome.stop, said.getvalue()
 
 
 def test_a_signal_to_one_rank_makes_all_of_them_leave_together(run_ranks, tmp_path, command):

@@ -47,7 +47,7 @@ def settings(data, run_dir, **changes):
     values = {
         "data": {"path": str(data), "max_bad_fraction": 0.1},
         "backbone": {"name": "slim", "embedding_dim": 16, "batch_norm": "sync", "dropout": 0.2},
-        "head": {"margin": "adaface", "margin_size": 0.1, "scale": 16.0, "sample_rate": 0.5},
+        "head": {"margin": "adaface", "margin_size": 0.1, "scale": 16.0, "sample_rate": 0.5, "optimizer": "sgd"},
         "optimizer": {"warmup_epochs": 0.5},
         "train": {"run_dir": str(run_dir), "epochs": 3, "global_batch": 32, "report_steps": 1, "ema": 0.9},
     }

@@ -4,8 +4,8 @@ torch/          the API for PyTorch: `import horovod.torch as hvd`; optimizers, 
 tensorflow/     the API for TensorFlow, and for Keras in tensorflow/keras; keras/ is its older name
 runner/         `horovod.run(...)`, the command horovodrun
 common/         what the frameworks share: init, rank and size, process sets, elastic states, settings
-collectives/    one file per operation: allreduce, allgather, broadcast, alltoall, reducescatter; handles: call -> handle
-engine/         how ranks agree on what to do next (read controller.py, then negotiation.py, then rank0/)
+collectives/    operations of the torch API: allreduce, allgather, broadcast, alltoall, reducescatter; handles: call -> handle
+engine/         how ranks agree on what to do next (read controller.py, then rank0.py, then coordinator.py)
 transport/      how agreed operations are executed
 data/, mxnet/, spark/, ray/, run.py     Horovod's other module paths
 """

@@ -5,6 +5,8 @@ import errno
 EXIT_TRY_AGAIN = 74
 """Exit code after a full disk, an I/O error or a lost connection (EX_IOERR of sysexits.h): a restart may succeed."""
 
+_SHOWN = 60
+"""Characters of a value in a message."""
 _TRANSIENT = frozenset(
     {
         *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EBUSY, errno.EREMOTEIO),
@@ -63,3 +65,9 @@ class ConfigError(UserError):
 
 class LaunchError(UserError):
     """Processes that cannot be started, or launch options that contradict each other."""
+
+
+def clipped(value: object) -> str:
+    """Returns what the user gave, for a message: of a long text only the beginning."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(str(value))} characters)"

@@ -13,20 +13,6 @@ from typing import Any
 from megaclass_launch.files import open_private, read_json_lines
 
 EVENTS_NAME = "events.jsonl"
-EVENTS = (
-    "start",
-    "resume",
-    "rank_change",
-    "save",
-    "evaluation",
-    "skip",
-    "slow_rank",
-    "profile",
-    "warning",
-    "hang",
-    "end",
-)
-"""All events that are written, in the order of docs/formats.md."""
 _MAX_TEXT = 4000
 _LAST_TIME = 2.0**37
 """Around the year 6300. Later times are damage, and NaN is never before it."""
@@ -37,7 +23,6 @@ def append_event(folder: Path, event: str, *, step: int | None = None, **fields:
 
     step: number of steps done when it happened; None if the writer does not know it. Texts are cut after 4,000 characters.
     """
-    assert event in EVENTS, event
     row: dict[str, Any] = {"time": time.time(), "event": event, "step": step}
     row |= {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
     path = folder / EVENTS_NAME

@@ -4,12 +4,12 @@ Standard library only, except for the YAML file.
 """
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaclass_launch.errors import LaunchError
+from megaclass_launch.errors import LaunchError, clipped
 
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
@@ -50,8 +50,6 @@ _OFF_FLAGS = {
     "no_stall_check": ("--stall-check",),
     "log_with_timestamp": ("--log-without-timestamp", "--log-hide-timestamp"),
 }
-_MAX_CONFIG_CHARACTERS = 1 << 16
-_MAX_CONFIG_DEPTH = 16
 _LARGEST = 1 << 53
 _CHOSEN = "NCCL and gloo choose by themselves"
 _TUNED = "nothing is left to tune"
@@ -108,42 +106,20 @@ def read_config(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise LaunchError(f"--config-file {path} needs PyYAML: pip install 'megaclass-launch[yaml]'.") from error
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MAX_CONFIG_CHARACTERS + 1)
-        if len(text) > _MAX_CONFIG_CHARACTERS:
-            raise LaunchError(
-                f"--config-file {path} has more than {_MAX_CONFIG_CHARACTERS:,} characters: is it the right file?"
-            )
-        _check_events(yaml.parse(text, yaml.SafeLoader), path)
-        config = yaml.safe_load(text)
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LaunchError(f"Cannot read --config-file {path}: {error.strerror}.") from error
     # ValueError: not UTF-8, or a date or a number that looks right and is none, such as 2026-02-30.
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LaunchError(f"Cannot read --config-file {path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise LaunchError(f"--config-file {path} has no sections: expected for example `params:`, `timeline:`.")
     for section in dict.fromkeys(tunable.place.partition(".")[0] for tunable in TUNABLES if tunable.place):
         if not isinstance(config.get(section) or {}, dict):
             raise LaunchError(
-                f"--config-file {path}: section {section!r} is {_clipped(config[section])}, not a list of `key: value`."
+                f"--config-file {path}: section {section!r} is {clipped(config[section])}, not a list of `key: value`."
             )
     return config
-
-
-def _check_events(events: Iterable[Any], path: Path) -> None:
-    """Refuses nesting and aliases, by which a short file can stand for more than memory holds. Events are read one by one."""
-    depth = 0
-    for event in events:
-        kind = type(event).__name__
-        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
-        if kind == "AliasEvent":
-            raise LaunchError(f"--config-file {path} uses the alias *{event.anchor}: write the values out.")
-        if depth > _MAX_CONFIG_DEPTH:
-            line = event.start_mark.line + 1
-            raise LaunchError(
-                f"--config-file {path} is nested too deeply at line {line}: expected sections with `key: value`."
-            )
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,26 +141,21 @@ def what_is_wrong(values: Mapping[str, Any]) -> str:
             continue
         if tunable.kind is str:
             if not isinstance(value, str) or "\0" in value:
-                return f"{tunable.name}={_clipped(value)} must be a text; quote it"
+                return f"{tunable.name}={clipped(value)} must be a text; quote it"
             continue
         if tunable.kind is bool:
             if not isinstance(value, int) or value not in (0, 1):
-                return f"{tunable.name}={_clipped(value)} must be true or false"
+                return f"{tunable.name}={clipped(value)} must be true or false"
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
         if not is_number or (tunable.kind is int and value != int(value)):
-            return f"{tunable.name}={_clipped(value)} must be a {'whole ' if tunable.kind is int else ''}number"
+            return f"{tunable.name}={clipped(value)} must be a {'whole ' if tunable.kind is int else ''}number"
         if value < 0:
             return f"{tunable.name}={value} must be >= 0"
     noise = values.get("autotune_gaussian_process_noise")
     if noise is not None and noise > 1:
         return f"autotune_gaussian_process_noise={noise} must be in [0, 1]"
     return ""
-
-
-def _clipped(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def environment_for(values: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaclass_launch.errors import LaunchError
+from megaclass_launch.errors import LaunchError, clipped
 from megaclass_launch.world import slurm_hosts, tasks_on_slurm_nodes
 
 # ASCII only, without a dash in front: ssh would take other names for options.
@@ -15,7 +15,6 @@ _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
 _NAME = re.compile(rf"(?:{_WORD}@)?(?:{_WORD}|\[[0-9A-Fa-f:.]+(?:%{_WORD})?\])")
 _MAX_NAME = 255
 _MAX_SLOTS = 4096
-_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +35,14 @@ def given_hosts(listed: str | None, hostfile: Path | None) -> list[Host]:
 
 def hosts_from_option(text: str) -> list[Host]:
     """Parses -H gpu-1:8,gpu-2:8."""
-    where = f"in --hosts {_clipped(text)}"
+    where = f"in --hosts {clipped(text)}"
     hosts = []
     for part in text.split(","):
         name, colon, slots = part.strip(" ").rpartition(":")
         if not colon or not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
             hint = "; write an IPv6 address in brackets, [fd00::1]:8" if part.count(":") > 1 else ""
             raise LaunchError(
-                f"Cannot read host {_clipped(part)} {where}: "
+                f"Cannot read host {clipped(part)} {where}: "
                 f"expected <name>:<slots> with at least one slot, for example gpu-1:8{hint}."
             )
         hosts.append(Host(name=name, slots=_slots(slots, part, where), is_local=is_this_machine(name)))
@@ -65,7 +64,7 @@ def hosts_from_file(path: Path) -> list[Host]:
         where = f"in line {number} of {path}"
         match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\S+)", content)
         if match is None or not _NAME.fullmatch(match[1]) or len(match[1]) > _MAX_NAME:
-            raise LaunchError(f"Cannot read {_clipped(content)} {where}: expected for example `gpu-1 slots=8`.")
+            raise LaunchError(f"Cannot read {clipped(content)} {where}: expected for example `gpu-1 slots=8`.")
         slots = _slots(match[2], content, where)
         hosts.append(Host(name=match[1], slots=slots, is_local=is_this_machine(match[1])))
     if not hosts:
@@ -80,7 +79,7 @@ def hosts_from_batch_system(env: Mapping[str, str]) -> tuple[list[Host], str] | 
         tasks = tasks_on_slurm_nodes(env.get("SLURM_TASKS_PER_NODE") or f"1(x{len(names)})")
         if len(tasks) != len(names):
             raise LaunchError(
-                f"Slurm's variables disagree: SLURM_JOB_NODELIST={_clipped(nodes)} names {len(names)} hosts, "
+                f"Slurm's variables disagree: SLURM_JOB_NODELIST={clipped(nodes)} names {len(names)} hosts, "
                 f"SLURM_TASKS_PER_NODE={env.get('SLURM_TASKS_PER_NODE')!r} {len(tasks)}. Give the hosts with -H."
             )
         return _named(dict(zip(names, tasks, strict=True)), f"Slurm job {env.get('SLURM_JOB_ID', '?')}")
@@ -122,7 +121,7 @@ def is_this_machine(name: str) -> bool:
 def _slots(text: str, part: str, where: str) -> int:
     if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= _MAX_SLOTS:
         raise LaunchError(
-            f"Cannot read the slots {_clipped(text)} of {_clipped(part)} {where}: "
+            f"Cannot read the slots {clipped(text)} of {clipped(part)} {where}: "
             f"expected a whole number from 1 to {_MAX_SLOTS}, for example gpu-1:8."
         )
     return int(text)
@@ -146,9 +145,7 @@ def _checked(hosts: Sequence[Host], where: str) -> list[Host]:
 def _named(slots_by_name: Mapping[str, int], what: str) -> tuple[list[Host], str]:
     for name in slots_by_name:
         if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
-            raise LaunchError(
-                f"{what} names a host {_clipped(name)}, which is not a host name. Give the hosts with -H."
-            )
+            raise LaunchError(f"{what} names a host {clipped(name)}, which is not a host name. Give the hosts with -H.")
     hosts = [Host(name=name, slots=slots, is_local=is_this_machine(name)) for name, slots in slots_by_name.items()]
     listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
     return _checked(hosts, f"in {what}"), f"{what}: {listed}"
@@ -167,7 +164,3 @@ def _lines_counted(path: Path, variable: str) -> dict[str, int]:
     if not counts:
         raise LaunchError(f"The host file {variable}={path} is empty. Give the hosts with -H.")
     return counts
-
-
-def _clipped(text: str) -> str:
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}… ({len(text)} characters)"

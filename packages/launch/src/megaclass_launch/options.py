@@ -6,7 +6,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +40,60 @@ FAULT_GRACE_S = 3.0
 _SIGNAL_GRACE_S = 30.0
 
 
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers that are not below the minimum."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return number
+
+
+def seconds(text: str) -> float:
+    """Parses a number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _launcher(text: str) -> str:
+    if text not in LAUNCHERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LAUNCHERS)}")
+    return text
+
+
+def _two_numbers(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of open files")
+    first, second = text.split(",")
+    return int(first), int(second)
+
+
+_GROUPS = {
+    "hosts": "hosts (default: those of the Slurm, PBS or LSF job, otherwise this machine)",
+    "environment": "environment",
+    "times": "times in seconds, and restarts",
+    "elastic": "elastic jobs, whose number of processes may change while they run",
+    "output": "output",
+}
+
+
+def _option(group: str, *flags: str, **argument: Any) -> Any:
+    """Returns a field of RunOptions that is an option of the command line. argument: as for add_argument."""
+    return field(metadata={"group": group, "flags": flags, "argument": argument})
+
+
+_of_hosts, _of_environment, _times, _elastic, _output = (partial(_option, group) for group in _GROUPS)
+_of_reach = partial(_option, "reach")
+"""Options that `check` has as well; in the help of `run` they stand among those of hosts."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """The parsed command line of a job."""
@@ -46,52 +101,121 @@ class RunOptions:
     program: str
     """The command that was typed, for messages: megaclass-run, horovodrun, or a command of another package."""
     command: tuple[str, ...]
-    launcher: str
-    """A name in LAUNCHERS."""
-    checks_build: bool
-    """Print the table of available features and end."""
-    num_processes: int | None
-    min_processes: int | None
-    max_processes: int | None
-    host_discovery_script: str | None
-    slots_per_host: int
-    """Slots of a host for which the discovery script names none."""
-    elastic_timeout_s: float
-    reset_limit: int | None
-    """Maximum number of generations after the first one of an elastic job; None for any number."""
-    cooldown_s: tuple[float, float] | None
-    """Shortest and longest time for which an elastic job does not use a host that failed; None: never again."""
-    hosts: str | None
-    hostfile: Path | None
-    ssh_port: int | None
-    ssh_identity_file: Path | None
-    ssh_args: tuple[str, ...]
-    python: str
-    workdir: str
-    remote_prefix: str
+    num_processes: int | None = _option(
+        "", "-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="number of processes"
+    )
+    launcher: str = _option(
+        "", "--launcher", type=_launcher, default="ssh", metavar="NAME",
+        help=f"what starts the processes: {', '.join(LAUNCHERS)} (default: ssh, which is not needed on one machine)",
+    )  # fmt: skip
+    checks_build: bool = _option(
+        "", "-cb", "--check-build", action="store_true",
+        help="print the available frameworks, controllers and operations",
+    )  # fmt: skip
+
+    hosts: str | None = _of_reach("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots")
+    hostfile: Path | None = _of_reach(
+        "-hostfile", "--hostfile", type=Path, metavar="FILE", help="file with lines `h1 slots=8`"
+    )
+    ssh_port: int | None = _of_reach(
+        "-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers"
+    )
+    ssh_identity_file: Path | None = _of_reach(
+        "-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh"
+    )
+    ssh_args: tuple[str, ...] = _of_reach(
+        "--ssh-arg", action="append", default=[], metavar="ARG", help="additional argument for ssh; repeatable"
+    )
+    python: str = _of_reach(
+        "--python", default=sys.executable, metavar="PATH",
+        help="Python interpreter with megaclass on the hosts (default: the path of this one)",
+    )  # fmt: skip
+    workdir: str = _of_reach("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
+    interfaces: tuple[str, ...] = _of_reach(
+        "--network-interface", "--network-interfaces", metavar="NAMES", action="append", default=[],
+        help="network interfaces to use, comma-separated (default: the one towards host 0)",
+    )  # fmt: skip
+    master_port: int = _of_reach(
+        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
+    )
+    remote_prefix: str = _of_hosts(
+        "--remote-prefix", default="", metavar="TEXT", help="shell text in front of the agent's command on other hosts"
+    )
+    allows_mixed_versions: bool = _of_hosts(
+        "--allow-mixed-versions", action="store_true", help="allow different versions of Python, torch or megaclass"
+    )
+
     given_env: Mapping[str, str]
-    is_horovod: bool
-    """Tells whether the ranks also get Horovod's variables."""
-    interfaces: tuple[str, ...]
-    master_port: int
-    start_timeout_s: float
-    heartbeat_s: float
+    """Variables for the ranks: -x, --env-file, horovodrun's options."""
+    is_horovod: bool = _of_environment(
+        "--horovod", action="store_true",
+        help="also give the ranks Horovod's variables: HOROVOD_RANK, HOROVOD_SIZE and so on",
+    )  # fmt: skip
+
+    start_timeout_s: float = _times(
+        "--start-timeout", type=seconds, default=30.0, metavar="S", help="time for all hosts to answer (default: 30)"
+    )
+    heartbeat_s: float = _times(
+        "--heartbeat", type=seconds, default=30.0, metavar="S",
+        help="the job ends within this time after a host is lost (default: 30)",
+    )  # fmt: skip
     fault_grace_s: float
     """Time from SIGTERM to SIGKILL after a failure. The other ranks wait for the one that is gone and cannot save."""
     signal_grace_s: float
     """The same after a signal to the driver: the ranks have time for a checkpoint."""
-    hang_timeout_s: float
-    output_dir: Path | None
-    with_timestamp: bool
-    restarts: int
-    excludes_failed_hosts: bool
-    allows_mixed_versions: bool
-    is_dry_run: bool
-    is_verbose: bool
+    hang_timeout_s: float = _times(
+        "--hang-timeout", type=seconds, default=0.0, metavar="S",
+        help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",
+    )  # fmt: skip
+    restarts: int = _times(
+        "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default: 0)"
+    )
+    excludes_failed_hosts: bool = _times(
+        "--exclude-failed-hosts", action="store_true", help="restart without the hosts that failed"
+    )
+
+    min_processes: int | None = _elastic(
+        "--min-np", "--min-num-proc", type=at_least(1), metavar="N",
+        help="minimum number of processes (default: -np); with --exclude-failed-hosts, of a restart",
+    )  # fmt: skip
+    max_processes: int | None = _elastic(
+        "--max-np", "--max-num-proc", type=at_least(1), metavar="N",
+        help="maximum number of processes (default: all slots)",
+    )  # fmt: skip
+    host_discovery_script: str | None = _elastic(
+        "--host-discovery-script", metavar="COMMAND",
+        help="prints the hosts to use, lines `host` or `host:slots`; run every second",
+    )  # fmt: skip
+    slots_per_host: int = _elastic(
+        "--slots-per-host", "--slots", type=at_least(1), default=1, metavar="N",
+        help="slots of hosts for which the script names none (default: 1)",
+    )  # fmt: skip
+    elastic_timeout_s: float = _elastic(
+        "--elastic-timeout", type=seconds, default=600.0, metavar="S",
+        help="time to wait for --min-np processes before the job ends (default: 600)",
+    )  # fmt: skip
+    reset_limit: int | None = _elastic(
+        "--reset-limit", type=at_least(0), metavar="N",
+        help="maximum number of changes (default: any number); without the options above, the same as --restarts",
+    )  # fmt: skip
+    cooldown_s: tuple[float, float] | None = _elastic(
+        "--blacklist-cooldown-range", "--cooldown-range", type=seconds, nargs=2, metavar=("LOW", "HIGH"),
+        help="seconds for which a failed host gets no new processes; doubles with each failure (default: forever)",
+    )  # fmt: skip
+
+    output_dir: Path | None = _output(
+        "--output-filename", type=Path, metavar="DIR", help="also write the output to DIR/rank.<n>/{stdout,stderr}"
+    )
+    with_timestamp: bool = _output(
+        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true",
+        help="print the time before each line",
+    )  # fmt: skip
+    is_verbose: bool = _output("--verbose", action="store_true", help="print what the driver does")
+    is_dry_run: bool = _output("--dry-run", action="store_true", help="print the whole plan and exit")
     remarks: tuple[str, ...]
     """One line per option that is accepted but has no effect."""
-    call_fds: tuple[int, int] | None = None
-    """Pipes from and to the process that called horovod.run(); see wire/call.py."""
+    call_fds: tuple[int, int] | None = _option("", "--call-fds", type=_two_numbers, help=argparse.SUPPRESS)
+    """Pipes from and to a process that has its function called; see wire/call.py."""
 
     @property
     def is_elastic(self) -> bool:
@@ -150,18 +274,8 @@ def parse_options(
 
 def _check_launcher(options: RunOptions) -> None:
     """Raises LaunchError for options that the launcher would ignore."""
-    given = {
-        "--exclude-failed-hosts": options.excludes_failed_hosts,
-        "--min-np": options.min_processes is not None,
-        "--max-np": options.max_processes is not None,
-        "--host-discovery-script": options.host_discovery_script is not None,
-        "--hang-timeout": options.hang_timeout_s,
-        "--remote-prefix": options.remote_prefix,
-        "--restarts": options.restarts,
-        "--output-filename": options.output_dir is not None,
-        "--prefix-output-with-timestamp": options.with_timestamp,
-    }
-    if found := [flag for flag in LAUNCHERS[options.launcher].unsupported if given[flag]]:
+    typed = [flag for one in fields(options) if getattr(options, one.name) for flag in one.metadata.get("flags", ())]
+    if found := [flag for flag in LAUNCHERS[options.launcher].unsupported if flag in typed]:
         raise LaunchError(
             f"--launcher {options.launcher} does not support {' and '.join(found)}: leave that out, or leave --launcher "
             f"out, and the ranks are started over ssh."
@@ -195,142 +309,43 @@ def run_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         epilog="Other options of horovodrun are accepted; a message names those that have no effect.",
     )
     parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and exit")
-    parser.add_argument(
-        "-n", "-np", "--num-proc", dest="num_processes", type=at_least(1), metavar="N", help="number of processes"
-    )
-    parser.add_argument(
-        "--launcher", type=_launcher, default="ssh", metavar="NAME",
-        help=f"what starts the processes: {', '.join(LAUNCHERS)} (default: ssh, which is not needed on one machine)",
-    )  # fmt: skip
-    parser.add_argument(
-        "-cb", "--check-build", dest="checks_build", action="store_true",
-        help="print the available frameworks, controllers and operations",
-    )  # fmt: skip
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    groups |= {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
+    add_host_options(groups["hosts"])
+    for name, group in groups.items():
+        _add_options(group, name)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command that each process runs")
-
-    hosts = parser.add_argument_group("hosts (default: those of the Slurm, PBS or LSF job, otherwise this machine)")
-    add_host_options(hosts)
-    hosts.add_argument(
-        "--remote-prefix", default="", metavar="TEXT", help="shell text in front of the agent's command on other hosts"
-    )
-    hosts.add_argument(
-        "--allow-mixed-versions", dest="allows_mixed_versions", action="store_true",
-        help="allow different versions of Python, torch or megaclass",
-    )  # fmt: skip
-
-    env = parser.add_argument_group("environment")
-    env.add_argument(
+    groups["environment"].add_argument(
         "-x", dest="env", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for all ranks"
     )
-    env.add_argument(
+    groups["environment"].add_argument(
         "--env-file", type=Path, metavar="FILE", help="file with variables for all ranks, lines NAME=VALUE"
     )
-    env.add_argument(
-        "--horovod", dest="is_horovod", action="store_true",
-        help="also give the ranks Horovod's variables: HOROVOD_RANK, HOROVOD_SIZE and so on",
-    )  # fmt: skip
-
-    times = parser.add_argument_group("times in seconds, and restarts")
-    times.add_argument(
-        "--start-timeout", dest="start_timeout_s", type=seconds, default=30.0, metavar="S",
-        help="time for all hosts to answer (default: 30)",
-    )  # fmt: skip
-    times.add_argument(
-        "--heartbeat", dest="heartbeat_s", type=seconds, default=30.0, metavar="S",
-        help="the job ends within this time after a host is lost (default: 30)",
-    )  # fmt: skip
-    times.add_argument(
+    groups["times"].add_argument(
         "--grace", type=seconds, metavar="S",
         help=f"time from SIGTERM to SIGKILL (default: {FAULT_GRACE_S:g} after a failure, {_SIGNAL_GRACE_S:g} after SIGTERM "
         "or SIGHUP to this command, so ranks can save)",
     )  # fmt: skip
-    times.add_argument(
-        "--hang-timeout", dest="hang_timeout_s", type=seconds, default=0.0, metavar="S",
-        help="end the job and name the culprit if no rank prints or makes progress for this long (default: off)",
-    )  # fmt: skip
-    times.add_argument(
-        "--restarts", type=at_least(0), metavar="N", help="number of restarts after failures (default: 0)",
-    )  # fmt: skip
-    times.add_argument(
-        "--exclude-failed-hosts", dest="excludes_failed_hosts", action="store_true",
-        help="restart without the hosts that failed",
-    )  # fmt: skip
-
-    elastic = parser.add_argument_group("elastic jobs, whose number of processes may change while they run")
-    elastic.add_argument(
-        "--min-np", "--min-num-proc", dest="min_processes", type=at_least(1), metavar="N",
-        help="minimum number of processes (default: -np); with --exclude-failed-hosts, of a restart",
-    )  # fmt: skip
-    elastic.add_argument(
-        "--max-np", "--max-num-proc", dest="max_processes", type=at_least(1), metavar="N",
-        help="maximum number of processes (default: all slots)",
-    )  # fmt: skip
-    elastic.add_argument(
-        "--host-discovery-script", metavar="COMMAND",
-        help="prints the hosts to use, lines `host` or `host:slots`; run every second",
-    )  # fmt: skip
-    elastic.add_argument(
-        "--slots-per-host", "--slots", type=at_least(1), default=1, metavar="N",
-        help="slots of hosts for which the script names none (default: 1)",
-    )  # fmt: skip
-    elastic.add_argument(
-        "--elastic-timeout", dest="elastic_timeout_s", type=seconds, default=600.0, metavar="S",
-        help="time to wait for --min-np processes before the job ends (default: 600)",
-    )  # fmt: skip
-    elastic.add_argument(
-        "--reset-limit", type=at_least(0), metavar="N",
-        help="maximum number of changes (default: any number); without the options above, the same as --restarts",
-    )  # fmt: skip
-    elastic.add_argument(
-        "--blacklist-cooldown-range", "--cooldown-range", dest="cooldown_s", type=seconds, nargs=2,
-        metavar=("LOW", "HIGH"),
-        help="seconds for which a failed host gets no new processes; doubles with each failure (default: forever)",
-    )  # fmt: skip
-
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output-filename", dest="output_dir", type=Path, metavar="DIR",
-        help="also write the output to DIR/rank.<n>/{stdout,stderr}",
-    )  # fmt: skip
-    output.add_argument(
-        "-prefix-timestamp", "--prefix-output-with-timestamp", dest="with_timestamp", action="store_true",
-        help="print the time before each line",
-    )  # fmt: skip
-    output.add_argument("--verbose", dest="is_verbose", action="store_true", help="print what the driver does")
-    output.add_argument("--dry-run", dest="is_dry_run", action="store_true", help="print the whole plan and exit")
-
     parser.set_defaults(remarks=[])
     for flag in _NO_EFFECT:
         parser.add_argument(flag, action=_Remark, nargs=_NUM_VALUES.get(flag, 0), help=argparse.SUPPRESS)
     parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--call-fds", type=_two_numbers, help=argparse.SUPPRESS)
     add_flags(parser)
     return parser
 
 
 def add_host_options(hosts: argparse._ActionsContainer) -> None:
     """Adds the options that name the hosts and say how they are reached; `check` has the same ones."""
-    one_of = hosts.add_mutually_exclusive_group()
-    one_of.add_argument("-H", "--hosts", metavar="h1:8,h2:8", help="hosts with their slots")
-    one_of.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="file with lines `h1 slots=8`")
-    hosts.add_argument("-p", "--ssh-port", type=at_least(1), metavar="PORT", help="port of the ssh servers")
-    hosts.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
-    hosts.add_argument(
-        "--ssh-arg", dest="ssh_args", action="append", default=[], metavar="ARG",
-        help="additional argument for ssh; repeatable",
-    )  # fmt: skip
-    hosts.add_argument(
-        "--python", default=sys.executable, metavar="PATH",
-        help="Python interpreter with megaclass on the hosts (default: the path of this one)",
-    )  # fmt: skip
-    hosts.add_argument("--workdir", metavar="DIR", help="working folder on the hosts (default: this one)")
-    hosts.add_argument(
-        "--network-interface", "--network-interfaces", dest="interfaces", metavar="NAMES", action="append",
-        default=[], help="network interfaces to use, comma-separated (default: the one towards host 0)",
-    )  # fmt: skip
-    hosts.add_argument(
-        "--master-port", type=at_least(0), default=0, metavar="PORT", help="port of rank 0 (default: a free one)"
-    )
+    _add_options(hosts.add_mutually_exclusive_group(), "reach", "hosts", "hostfile")
+    _add_options(hosts, "reach")
+
+
+def _add_options(where: argparse._ActionsContainer, group: str, *names: str) -> None:
+    """Adds the options of a group; names: only these, which are left out otherwise."""
+    for one in fields(RunOptions):
+        is_chosen = one.name in names if names else one.name not in ("hosts", "hostfile")
+        if one.metadata.get("group") == group and is_chosen:
+            where.add_argument(*one.metadata["flags"], dest=one.name, **one.metadata["argument"])
 
 
 class _Version(argparse.Action):
@@ -405,38 +420,3 @@ def _read_env_file(path: Path) -> dict[str, str]:
             raise LaunchError(f"Cannot read line {number} of --env-file {path}: expected NAME=VALUE.")
         found[name.strip()] = value
     return found
-
-
-def _launcher(text: str) -> str:
-    if text not in LAUNCHERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LAUNCHERS)}")
-    return text
-
-
-def _two_numbers(text: str) -> tuple[int, int]:
-    if not re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of open files")
-    first, second = text.split(",")
-    return int(first), int(second)
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers that are not below the minimum."""
-
-    def number(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
-        return int(text)
-
-    return number
-
-
-def seconds(text: str) -> float:
-    """Parses a number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
+from megaclass_launch.rendezvous.addresses import OFFER_NAME
 from megaclass_launch.rendezvous.job_secret import JOB_SECRET
-from megaclass_launch.rendezvous.socket_offer import OFFER_NAME
 from megaclass_launch.world import OWN_ADDRESS, OWN_PORT, STORE_PORT, TORCHRUN_VARIABLES, World, environment_of
 
 STARTER = "megaclass-run"

@@ -8,7 +8,7 @@ of its own, which no other process reads.
 
     bytes       field
     0 …         a counter that is odd while the rank writes, then the numbers of RankStatus
-    128 …       four texts of fixed length: phase, detail, folder, package
+    128 …       texts of fixed length, see _TEXTS
     4096 …      stacks
 
 The training loop writes it, the thread that saves checkpoints, or the threads that wait for operations, one at a time under
@@ -42,7 +42,14 @@ _COUNTER = struct.Struct("<Q")
 # pid, thread id of the main thread, whether stacks can be asked for, step, operations done, time of the last progress,
 # seconds allowed from then on, step of the last checkpoint.
 _NUMBERS = struct.Struct("<QQQqQddq")
-_TEXTS = {"phase": (128, 64), "detail": (192, 832), "folder": (1024, 2048), "package": (3072, 1024)}
+_TEXTS = {
+    "phase": (128, 64),
+    "detail": (192, 768),
+    "missing": (960, 32),
+    "setting": (992, 32),
+    "folder": (1024, 2048),
+    "package": (3072, 1024),
+}
 _READS = 5
 _T = TypeVar("_T")
 
@@ -67,7 +74,12 @@ class RankStatus:
     checkpoint_step: int
     """Step of the last checkpoint that the rank has published; -1 if there is none."""
     phase: str
+    """The kind of work, if it is not the usual one."""
     detail: str
+    missing: str
+    """Words for a message about the rank if it is late: "no step has finished"."""
+    setting: str
+    """Name of the setting that limits the time."""
     folder: str
     """The run folder, where stacks are kept; empty if there is none."""
     package: str
@@ -133,12 +145,12 @@ class OwnStatus:
         # Threads of a script may wait for different operations at the same time.
         self._lock = threading.Lock()
 
-    def give_stacks(self, package: str = "") -> None:
-        """Lets the reader ask for the stacks of this process at any time. Main thread only. package: see RankStatus."""
+    def give_stacks(self, package: str = "", missing: str = "", setting: str = "") -> None:
+        """Lets the reader ask for the stacks of this process at any time. Main thread only. The texts: see RankStatus."""
         if self._handle is not None:
             faulthandler.register(STACKS_SIGNAL, file=self._handle, all_threads=True)
             self._gives_stacks = True
-        self._write({"package": package})
+        self._write({"package": package, "missing": missing, "setting": setting})
 
     def progress(self, *, allowed_s: float, step: int | None = None, phase: str = "", detail: str = "") -> None:
         """Notes that this rank has made progress and may take `allowed_s` for the next one; 0 allows any time."""
@@ -193,6 +205,36 @@ class OwnStatus:
             self._memory[start : start + len(encoded) + 1] = encoded + b"\0"
         self._counter += 2
         _COUNTER.pack_into(self._memory, 0, self._counter)
+
+
+# ---- looking at pages ----
+#
+# Tells a watcher that was paused from ranks that hang.
+#
+# A stopped job (Ctrl-Z, scontrol suspend, docker pause) or virtual machine makes no progress, while
+# the clock goes on. Its watcher, which looks once per second, is stopped with it and sees the pause
+# as a gap between two looks.
+
+PAUSE_S = 5.0
+"""A gap between two looks that is at least this long means that the watcher was paused; overload delays less."""
+
+
+class LookClock:
+    """Remembers when one watcher has looked."""
+
+    def __init__(self, now: float) -> None:
+        self._looked_at, self._since = now, 0.0
+
+    def since(self, now: float) -> float:
+        """To be called at every look; returns the time of the first look after the last pause, before which nothing counts."""
+        if now - self._looked_at >= PAUSE_S:
+            self._since = now
+        self._looked_at = now
+        return self._since
+
+    def restart(self, now: float) -> None:
+        """Lets everything count from now on, after work of the watcher itself that took long."""
+        self._looked_at = self._since = now
 
 
 # ---- what a thread waits for ----

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megaclass_launch.errors import LaunchError
+from megaclass_launch.errors import LaunchError, clipped
 
 # Ports below the range from which Linux takes ephemeral ones, so a derived port is rarely in use.
 _DERIVED_PORTS = range(20_000, 32_000)
@@ -256,7 +256,7 @@ def slurm_hosts(node_list: str) -> list[str]:
     hosts: list[str] = []
     part = r"(?:[^,\[\]]|\[[^\[\]]+\])+"
     if not re.fullmatch(f"{part}(?:,{part})*", node_list):
-        raise LaunchError(f"Cannot read Slurm's node list {_clipped(node_list)}: expected for example gpu[07-09,12].")
+        raise LaunchError(f"Cannot read Slurm's node list {clipped(node_list)}: expected for example gpu[07-09,12].")
     for host in re.findall(part, node_list):
         pieces = re.split(r"\[([^\[\]]*)\]", host)
         choices = [[piece] if i % 2 == 0 else _at_most(piece, node_list) for i, piece in enumerate(pieces)]
@@ -264,7 +264,7 @@ def slurm_hosts(node_list: str) -> list[str]:
         num_hosts = len(hosts) + math.prod(map(len, choices))
         if num_hosts > _MAX_SLURM_HOSTS:
             raise LaunchError(
-                f"Slurm's node list {_clipped(node_list)} names {num_hosts:,} hosts or more, which is not believable: at most "
+                f"Slurm's node list {clipped(node_list)} names {num_hosts:,} hosts or more, which is not believable: at most "
                 f"{_MAX_SLURM_HOSTS:,} are read. Give the hosts with -H, or correct the variable."
             )
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -282,7 +282,7 @@ def _numbers(text: str, node_list: str) -> Iterator[str]:
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MAX_SLURM_HOSTS):
             raise LaunchError(
-                f"Cannot read {part!r} in Slurm's node list {_clipped(node_list)}: expected for example gpu[07-09,12]."
+                f"Cannot read {part!r} in Slurm's node list {clipped(node_list)}: expected for example gpu[07-09,12]."
             )
         for number in range(int(match[1]), int(match[2] or match[1]) + 1):
             yield f"{number:0{len(match[1])}d}"
@@ -295,19 +295,15 @@ def tasks_on_slurm_nodes(text: str) -> list[int]:
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)
         if match is None:
             raise LaunchError(
-                f"Cannot read {part!r} in SLURM_TASKS_PER_NODE={_clipped(text)}: expected for example 2(x3),1."
+                f"Cannot read {part!r} in SLURM_TASKS_PER_NODE={clipped(text)}: expected for example 2(x3),1."
             )
         num_nodes = int(match[2] or 1)
         if len(tasks) + num_nodes > _MAX_SLURM_HOSTS:
             raise LaunchError(
-                f"SLURM_TASKS_PER_NODE={_clipped(text)} counts more than {_MAX_SLURM_HOSTS:,} nodes, which is not believable."
+                f"SLURM_TASKS_PER_NODE={clipped(text)} counts more than {_MAX_SLURM_HOSTS:,} nodes, which is not believable."
             )
         tasks += [int(match[1])] * num_nodes
     return tasks
-
-
-def _clipped(text: str) -> str:
-    return repr(text) if len(text) <= 60 else f"{text[:60]!r}… ({len(text)} characters)"
 
 
 def _number(env: Environment, name: str, starter: str) -> int:

@@ -23,3 +23,8 @@ def read_summary(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"Cannot read {path}: {error}") from error
     return values if isinstance(values, dict) else {}
+
+
+def is_number(value: object) -> bool:
+    """Tells whether a value of a file that anyone may have written is a number that can be shown, or NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)

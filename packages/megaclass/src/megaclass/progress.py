@@ -10,8 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
+OnProgress = Callable[[int, int], None]
+"""Takes what is done, and all that there is to do."""
+
 # Interval of lines in a log file: often enough to show progress, rarely enough not to fill the log.
 _LINE_EVERY_S = 10.0
+
+
+def no_progress(done: int, total: int) -> None:
+    """Shows nothing."""
+
+
+def continued(on_progress: OnProgress, before: int, total: int) -> OnProgress:
+    """Returns the progress of a part of the work, before which something was done."""
+    return lambda done, _: on_progress(before + done, total)
 
 
 def size_text(num_bytes: float) -> str:
@@ -38,12 +50,12 @@ class Bar(Protocol):
 
 
 @contextmanager
-def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
+def progress_bar(title: str, total: int, *, start: int = 0, is_shown: bool = True) -> Iterator[Bar]:
     """Draws a bar from `start` to `total` on standard error, which the caller moves with advance_to.
 
-    If the messages of the package are turned off (--quiet), nothing is drawn.
+    If the messages of the package are turned off (--quiet), nothing is drawn. is_shown: False on all ranks but rank 0.
     """
-    if logging.getLogger("megaclass").level > logging.INFO:
+    if not is_shown or logging.getLogger("megaclass").level > logging.INFO:
         yield _NoBar()
         return
     if not sys.stderr.isatty():
@@ -76,7 +88,7 @@ def progress_bar(title: str, total: int, *, start: int = 0) -> Iterator[Bar]:
 
 
 @contextmanager
-def bar_on_demand(title: str) -> Iterator[Callable[[int, int], None]]:
+def bar_on_demand(title: str) -> Iterator[OnProgress]:
     """Yields a function of (done, total); the bar appears with its first call.
 
     A call with another total starts a new bar, because something else is being counted.
@@ -92,12 +104,6 @@ def bar_on_demand(title: str) -> Iterator[Callable[[int, int], None]]:
             bars[total].advance_to(done)
 
         yield on_progress
-
-
-@contextmanager
-def no_bar() -> Iterator[Bar]:
-    """Yields a bar that draws nothing, for all ranks but rank 0."""
-    yield _NoBar()
 
 
 class _NoBar:

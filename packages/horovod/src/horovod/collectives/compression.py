@@ -6,11 +6,13 @@ recognised by allreduce, which then uses a wire format (distributed/wire_formats
 per number, and sums are formed in float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from horovod.engine.kinds import Average, Sum
 from megaclass_launch.ranks.wire_formats import WIRE_FORMATS
 
 __all__ = ["Compression"]
@@ -44,51 +46,48 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class _CastCompressor(Compressor):
-    """Sends floating-point numbers in another dtype."""
+class CastCompressor(Compressor):
+    """Sends floating-point numbers in another dtype, which `cast(tensor, dtype)` changes to."""
 
-    dtype: torch.dtype
+    dtype: Any
+    cast: Callable[[Any, Any], Any] = staticmethod(Tensor.type)
 
     @classmethod
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        return (tensor.type(cls.dtype) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        return (cls.cast(tensor, cls.dtype) if _is_floating(tensor.dtype) else tensor), tensor.dtype
 
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor.type(ctx) if ctx.is_floating_point else tensor
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        return cls.cast(tensor, ctx) if _is_floating(ctx) else tensor
 
 
-class FP16Compressor(_CastCompressor):
+def _is_floating(dtype: Any) -> bool:
+    return bool(dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype.is_floating)
+
+
+class FP16Compressor(CastCompressor):
     """Sends 16 bits per number, as float16."""
 
     wire_name, dtype = "fp16", torch.float16
 
 
-class BF16Compressor(_CastCompressor):
+class BF16Compressor(CastCompressor):
     """Sends 16 bits per number, as bfloat16, which has the range of float32."""
 
     wire_name, dtype = "bf16", torch.bfloat16
 
 
-class _ScaledCompressor(Compressor):
-    """Sends 8 bits per number and one exponent per block. Encoded tensors cannot be added: only allreduce supports them."""
+class _ScaledCompressor(NoneCompressor):
+    """Sends 8 bits per number and one exponent per block. Such numbers cannot be added: only allreduce supports them."""
 
-    @classmethod
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Returns the encoded numbers, then the exponents, as bytes."""
-        if not tensor.dtype.is_floating_point:
-            return tensor, None
-        flat = tensor.detach().reshape(-1).float()
-        # Fill up whole blocks; the longest have 128 numbers.
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 128))
-        return WIRE_FORMATS[cls.wire_name].encode(padded[None])[0], (tensor.shape, tensor.dtype, padded.numel())
-
-    @classmethod
-    def decompress(cls, tensor: Tensor, ctx: Any) -> Tensor:
-        if ctx is None:
-            return tensor
-        shape, dtype, count = ctx
-        return WIRE_FORMATS[cls.wire_name].decode(tensor[None], count)[0, : shape.numel()].view(shape).to(dtype)
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        if _is_floating(tensor.dtype):
+            raise ValueError(
+                "8-bit compression is for allreduce with op=Sum and op=Average only, and for groups in which all tensors are "
+                "of floating point."
+            )
+        return tensor, None
 
 
 class FP8Compressor(_ScaledCompressor):
@@ -113,18 +112,14 @@ class Compression:
     int8 = Int8Compressor
 
 
-def wire_of(compression: Any, tensor: Tensor) -> str:
-    """Returns the wire format for this tensor; empty for a user's compressor, or if it would not save bytes."""
-    return wire_that_saves(compression, tensor.dtype.itemsize) if tensor.dtype.is_floating_point else ""
+def wire_of(compression: Any, dtype: Any, op: int) -> str:
+    """Returns the wire format of an allreduce; empty if compress() and decompress() are called instead.
 
-
-def wire_that_saves(compression: Any, num_bytes: int) -> str:
-    """Returns the compressor's wire format for numbers of `num_bytes`; empty if it has none, or if that saves nothing."""
+    These are called of a user's compressor, for integers, for Min, Max and Product, and if the format would not save bytes.
+    """
     # Not an inherited name: a subclass may change compress() and is then called like any user's compressor.
     wire: str = getattr(compression, "__dict__", {}).get("wire_name", "")
-    return wire if wire and WIRE_FORMATS[wire].dtype.itemsize < num_bytes else ""
-
-
-def is_scaled(compression: Any) -> bool:
-    """Returns True for the 8-bit compressors."""
-    return isinstance(compression, type) and issubclass(compression, _ScaledCompressor)
+    if not wire or op not in (Average, Sum) or not _is_floating(dtype):
+        return ""
+    num_bytes: int = dtype.itemsize if isinstance(dtype, torch.dtype) else dtype.size
+    return wire if WIRE_FORMATS[wire].dtype.itemsize < num_bytes else ""

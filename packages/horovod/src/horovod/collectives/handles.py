@@ -4,6 +4,7 @@ enqueue() describes the call as a Request, submits it to the controller and retu
 the Operation. synchronize() waits for the Operation and forgets the handle.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -33,11 +34,8 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         return op
     if average is not None:
-        warnings.warn(
-            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     return Average
 
@@ -185,8 +183,8 @@ def poll(handle: int) -> bool:
 
 def waited(start: Callable[[], int], pick: Callable[[Operation], Any] | None = None) -> Any:
     """Starts an operation and waits for it; returns its result, or `pick(operation)`."""
-    # Together: the engine thread is woken once, when there is no more to wait for.
-    with current.running().controller.together():
+    # Together: the engine thread is woken once, when there is no more to wait for. Without a job, start() raises the error.
+    with current.job.controller.together() if current.job is not None else contextlib.nullcontext():
         handle = start()
     return fetch(handle, pick or _result)
 
@@ -256,5 +254,5 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
-    number = current.running().next_barrier(process_set.process_set_id)
+    number = current.running().count("barrier", process_set.process_set_id)
     waited(lambda: enqueue("barrier", [], None, f"barrier.{number}", process_set))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from horovod.engine.timeline import Timeline
 from horovod.transport.arithmetic import release_memory
 from horovod.transport.executor import Executor
 from horovod.transport.process_set_table import ProcessSetTable
-from megaclass_launch.elastic.worker import Why, elastic_worker
+from megaclass_launch.elastic import Why, elastic_worker
 from megaclass_launch.errors import ConnectionLostError, UserError
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.gloo_exit import end_gloo
@@ -303,3 +304,30 @@ def _add_sets(sets: ProcessSetTable, wanted: list[ProcessSet]) -> str:
 
 
 _basics = _Basics()
+
+# Its methods as functions.
+init = _basics.init
+shutdown = _basics.shutdown
+is_initialized = _basics.is_initialized
+start_timeline = _basics.start_timeline
+stop_timeline = _basics.stop_timeline
+size = _basics.size
+local_size = _basics.local_size
+cross_size = _basics.cross_size
+rank = _basics.rank
+local_rank = _basics.local_rank
+cross_rank = _basics.cross_rank
+mpi_threads_supported = _basics.mpi_threads_supported
+mpi_enabled = _basics.mpi_enabled
+mpi_built = _basics.mpi_built
+gloo_enabled = _basics.gloo_enabled
+gloo_built = _basics.gloo_built
+nccl_built = _basics.nccl_built
+ddl_built = _basics.ddl_built
+ccl_built = _basics.ccl_built
+cuda_built = _basics.cuda_built
+rocm_built = _basics.rocm_built
+
+if not TYPE_CHECKING:
+    # Type checkers take every name of this module that has no underscore.
+    __all__ = [name for name, value in globals().items() if getattr(value, "__self__", None) is _basics]

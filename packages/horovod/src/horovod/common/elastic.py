@@ -22,7 +22,7 @@ from typing import Any
 
 from horovod.common.basics import _basics
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from megaclass_launch.elastic.worker import Why, elastic_worker
+from megaclass_launch.elastic import Why, elastic_worker
 from megaclass_launch.errors import StateLostError
 from megaclass_launch.exit_codes import EXIT_USER_ERROR
 

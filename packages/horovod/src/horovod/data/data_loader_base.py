@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 _log = logging.getLogger("megaclass.horovod")
 
@@ -28,9 +28,8 @@ class BaseDataLoader:
         return batch
 
 
-class _Failed:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+class _Failed(NamedTuple):
+    error: Exception
 
 
 _END = object()

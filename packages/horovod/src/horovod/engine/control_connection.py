@@ -10,13 +10,12 @@ ControlConnection wraps such a socket for the messages of the negotiation.
 import contextlib
 import hmac
 import secrets
-import selectors
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -29,8 +28,6 @@ _PROOF = struct.Struct(f"<{_NUMBER_BYTES}sI{_MAC_BYTES}s")
 # Time for a caller to prove itself; ranks need milliseconds.
 _PROOF_S = 5.0
 _MAX_UNPROVEN = 128
-# How often a listener looks for close() and for callers whose time is over.
-_TICK_S = 0.5
 _RETRY_S = 0.05
 # An engine thread that sends does not read meanwhile. Buffers of this size take the usual messages of both sides, so
 # two engine threads that send to each other do not wait for each other.
@@ -104,8 +101,7 @@ class ControlConnection:
             yield kind, content, payload
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        _shut_down(self._socket)
         self._socket.close()
 
 
@@ -130,8 +126,8 @@ class AuthenticatedListener:
         caller -> listener   number_C, rank, HMAC(key, "caller", number_L, number_C, rank)
         listener -> caller   HMAC(key, "listener", number_L, number_C, rank)
 
-    One thread serves all callers at the same time. Each caller has its own deadline. At most `_MAX_UNPROVEN` callers are
-    connected without having proved themselves; beyond that the oldest one is dropped, and a dropped rank calls again.
+    Each caller has a thread and a deadline. At most `_MAX_UNPROVEN` callers are connected without having proved themselves;
+    beyond that the oldest one is dropped, and a dropped rank calls again.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -147,108 +143,80 @@ class AuthenticatedListener:
             ) from error
         # All ranks of a large job may call at the same moment.
         self._listener.listen(1024)
-        self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
         self.endpoint = Endpoint(host, port, secrets.token_hex(16))
         self._key = self.endpoint.key(secret)
-        self._callers: dict[socket.socket, _Caller] = {}
+        # Guards all fields below; notified when a rank arrives.
+        self._change = threading.Condition()
+        self._arrived: dict[int, socket.socket] = {}
+        # Dicts keep their order, so the first caller is the one that has had the most time.
+        self._unproven: dict[socket.socket, None] = {}
         self._is_closed = False
         _listeners.add(self)
 
     def close(self) -> None:
         """Ends accept_ranks(), from another thread."""
-        self._is_closed = True
+        with self._change:
+            self._is_closed = True
+            self._change.notify()
 
     def accept_ranks(self, ranks: Collection[int], timeout_s: float) -> dict[int, socket.socket]:
         """Returns one connection per rank; LaunchError if a rank does not connect in time, or after close()."""
-        gives_up_at = time.monotonic() + timeout_s
-        arrived: dict[int, socket.socket] = {}
-        with self._listener, selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
+        threading.Thread(target=self._accept, args=(ranks,), name="horovod.accept", daemon=True).start()
+        with self._change:
             try:
-                while len(arrived) < len(ranks):
-                    left_s = gives_up_at - time.monotonic()
-                    if left_s <= 0 or self._is_closed:
-                        missing = sorted(set(ranks) - set(arrived))
-                        raise LaunchError(
-                            f"Ranks {missing} did not connect to {self.endpoint.address} port {self.endpoint.port} within "
-                            f"{timeout_s:g} s."
-                        )
-                    for key, _ in selector.select(min(left_s, _TICK_S)):
-                        if key.fileobj is self._listener:
-                            self._accept(selector)
-                        elif key.fileobj in self._callers:
-                            self._read_proof(self._callers[key.fileobj], ranks, arrived, selector)
-                    self._drop_expired(selector)
-            except BaseException:
-                for connection in arrived.values():
-                    connection.close()
-                raise
+                self._change.wait_for(lambda: self._is_closed or len(self._arrived) == len(ranks), timeout_s)
             finally:
-                for caller in list(self._callers.values()):
-                    self._drop(caller, selector)
-        return arrived
+                # From here on no caller is let in.
+                self._is_closed = True
+                missing = sorted(set(ranks) - set(self._arrived))
+                for connection in (self._listener, *self._unproven, *(self._arrived.values() if missing else ())):
+                    _shut_down(connection)
+        if missing:
+            raise LaunchError(
+                f"Ranks {missing} did not connect to {self.endpoint.address} port {self.endpoint.port} within "
+                f"{timeout_s:g} s."
+            )
+        return self._arrived
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, ranks: Collection[int]) -> None:
+        """Main function of the thread that accepts callers."""
+        with self._listener:
+            while not self._is_closed:
+                # An error is that of one caller, or the end.
+                with contextlib.suppress(OSError):
+                    caller, _ = self._listener.accept()
+                    with self._change:
+                        self._unproven[caller] = None
+                        if len(self._unproven) > _MAX_UNPROVEN:
+                            oldest = next(iter(self._unproven))
+                            del self._unproven[oldest]
+                            _shut_down(oldest)
+                    threading.Thread(
+                        target=self._admit, args=(caller, ranks), name="horovod.admit", daemon=True
+                    ).start()
+
+    def _admit(self, caller: socket.socket, ranks: Collection[int]) -> None:
+        """Main function of a caller's thread: lets it in if it proves that it is one of the ranks."""
         with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            caller = _Caller(connection, time.monotonic() + _PROOF_S)
-            # Dicts keep their order, so the first caller is the one that has had the most time.
-            if len(self._callers) >= _MAX_UNPROVEN:
-                self._drop(next(iter(self._callers.values())), selector)
-            self._callers[connection] = caller
-            # A stranger who does not read must not stop the thread that serves all callers.
-            connection.setblocking(False)
-            selector.register(connection, selectors.EVENT_READ)
-            connection.send(caller.number)
-
-    def _read_proof(
-        self,
-        caller: "_Caller",
-        ranks: Collection[int],
-        arrived: dict[int, socket.socket],
-        selector: selectors.BaseSelector,
-    ) -> None:
-        try:
-            data = caller.connection.recv(_PROOF.size - len(caller.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        caller.received += data
-        if not data:
-            self._drop(caller, selector)
-        if len(caller.received) < _PROOF.size:
-            return
-        number, rank, mac = _PROOF.unpack(caller.received)
-        # Compared in constant time. Nothing but fixed-size fields was parsed before this line.
-        is_genuine = hmac.compare_digest(mac, _proof(self._key, b"caller", caller.number, number, rank))
-        # A second connection of a rank that has arrived is refused: it could only take over the place of the first.
-        if not is_genuine or rank not in ranks or rank in arrived:
-            self._drop(caller, selector)
-            return
-        try:
-            caller.connection.sendall(_proof(self._key, b"listener", caller.number, number, rank))
-        except OSError:
-            self._drop(caller, selector)
-            return
-        del self._callers[caller.connection]
-        selector.unregister(caller.connection)
-        caller.connection.setblocking(True)
-        arrived[rank] = caller.connection
-
-    def _drop_expired(self, selector: selectors.BaseSelector) -> None:
-        now = time.monotonic()
-        for caller in list(self._callers.values()):
-            # In the order of their arrival: the deadlines of all that follow are later.
-            if caller.deadline > now:
-                return
-            self._drop(caller, selector)
-
-    def _drop(self, caller: "_Caller", selector: selectors.BaseSelector) -> None:
-        if self._callers.pop(caller.connection, None) is not None:
-            selector.unregister(caller.connection)
-            caller.connection.close()
+            ends_at, ours = time.monotonic() + _PROOF_S, secrets.token_bytes(_NUMBER_BYTES)
+            caller.settimeout(_PROOF_S)
+            caller.sendall(ours)
+            theirs, rank, mac = _PROOF.unpack(_receive_exactly(caller, _PROOF.size, ends_at))
+            # Compared in constant time. Nothing but fixed-size fields was parsed before this line.
+            is_genuine = hmac.compare_digest(mac, _proof(self._key, b"caller", ours, theirs, rank))
+            with self._change:
+                # A second connection of a rank that has arrived is refused: it could only take over the place of the first.
+                if is_genuine and rank in ranks and rank not in self._arrived and not self._is_closed:
+                    caller.sendall(_proof(self._key, b"listener", ours, theirs, rank))
+                    caller.settimeout(None)
+                    self._arrived[rank] = caller
+                    self._unproven.pop(caller, None)
+                    self._change.notify()
+                    return
+        with self._change:
+            self._unproven.pop(caller, None)
+        caller.close()
 
 
 _listeners: "weakref.WeakSet[AuthenticatedListener]" = weakref.WeakSet()
@@ -260,14 +228,10 @@ def close_listeners() -> None:
         listener.close()
 
 
-@dataclass(eq=False)
-class _Caller:
-    """A connection that has not yet proved that it comes from a rank of the job."""
-
-    connection: socket.socket
-    deadline: float
-    number: bytes = field(default_factory=lambda: secrets.token_bytes(_NUMBER_BYTES))
-    received: bytes = b""
+def _shut_down(connection: socket.socket) -> None:
+    """Ends a connection, or a listener, in which another thread may be waiting."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _proof(key: bytes, who: bytes, listeners: bytes, callers: bytes, rank: int) -> bytes:
@@ -290,8 +254,7 @@ def connect(endpoint: Endpoint, secret: bytes, *, rank: int, to: str, timeout_s:
                 f"Set HOROVOD_GLOO_IFACE to the interface through which the hosts reach each other."
             ) from error
         try:
-            connection.settimeout(max(0.1, gives_up_at - time.monotonic()))
-            _prove(connection, endpoint.key(secret), rank)
+            _prove(connection, endpoint.key(secret), rank, max(gives_up_at, time.monotonic() + 0.1))
         except OSError as error:
             connection.close()
             if time.monotonic() < gives_up_at:
@@ -307,18 +270,20 @@ def connect(endpoint: Endpoint, secret: bytes, *, rank: int, to: str, timeout_s:
         return connection
 
 
-def _prove(connection: socket.socket, key: bytes, rank: int) -> None:
+def _prove(connection: socket.socket, key: bytes, rank: int, ends_at: float) -> None:
     """Proves to the listener that this side knows the key, and raises OSError unless the listener proves the same."""
-    theirs, ours = _receive_exactly(connection, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
+    theirs, ours = _receive_exactly(connection, _NUMBER_BYTES, ends_at), secrets.token_bytes(_NUMBER_BYTES)
     connection.sendall(_PROOF.pack(ours, rank, _proof(key, b"caller", theirs, ours, rank)))
-    mac = _receive_exactly(connection, _MAC_BYTES)
+    mac = _receive_exactly(connection, _MAC_BYTES, ends_at)
     if not hmac.compare_digest(mac, _proof(key, b"listener", theirs, ours, rank)):
         raise OSError("its proof is wrong")
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, ends_at: float) -> bytes:
     data = b""
     while len(data) < count:
+        # Also of a sender that sends a byte now and then.
+        connection.settimeout(max(0.001, ends_at - time.monotonic()))
         part = connection.recv(count - len(data))
         if not part:
             raise OSError("the connection was closed")

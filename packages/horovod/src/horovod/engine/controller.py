@@ -3,32 +3,24 @@
     any thread           submit(operation) appends it to the queue; wait(operation) waits until it is done
     the engine thread    announces the queue to rank 0 (at once if a thread waits, else after the cycle time), receives
                          responses, runs them in the order received, and wakes the threads that wait for them
-    on rank 0            it also keeps the table of announced operations (rank0/) and sends the responses
+    on rank 0            it also serves the announcements of all ranks (rank0.py)
 
-Its parts, each in a file of its own:
-
-    submission_queue.py   what was submitted, and when to announce it        any thread, under _lock
-    operation.py          what is not done yet, and its waiting threads      any thread, under _lock
-    negotiation.py        what is sent to and received from other ranks      the engine thread
-    stopping.py           how the controllers of all ranks end together      the engine thread
-
-All ranks receive the same responses in the same order, so each rank meets the others in each operation.
-
-The engine thread sleeps until a submission, a message or a deadline wakes it, so an idle job costs nothing.
+All ranks receive the same responses in the same order, so each rank meets the others in each operation. The engine thread
+sleeps until a submission, a message or a deadline wakes it, so an idle job costs nothing.
 
 State:
 
     field          written by                                     read by                   guarded by
     _queue         submit(), together(), wait(), engine thread    engine thread             _lock
-    _in_flight     submit(), wait(), engine thread                submit(), engine thread   _lock; the engine thread also
+    _operations    submit(), _finish()                            any thread                _lock; the engine thread also
                                                                                             reads without it
     closed         _close()                                       all threads               set once, under _lock
     _is_stopping   stop()                                         engine thread             set once, under _lock
     _drain_s       fail()                                         stop()                    set once
     _wake          (constant)                                     any thread writes to it   _lock; _is_over: it is closed
-    _stopping, _negotiation, _events               engine thread                            (only that thread)
     process_sets   engine thread (by the executor)                all threads               entries are added and removed
                                                                                             whole
+    all others     engine thread                                                            (only that thread)
 """
 
 import logging
@@ -36,18 +28,28 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from horovod.common.exceptions import SHUT_DOWN, HorovodInternalError
+from horovod.common.exceptions import DUPLICATE_NAME, SHUT_DOWN, HorovodInternalError
 from horovod.common.settings import Settings
-from horovod.engine.control_connection import ControlConnection
-from horovod.engine.messages import JOIN, Response
-from horovod.engine.negotiation import Agreed, Negotiation, OtherRankNegotiation, Rank0Negotiation
-from horovod.engine.operation import InFlight, Operation, OperationRunner
-from horovod.engine.stopping import STOP_KINDS, Stopping
+from horovod.engine.control_connection import ControlConnection, MessageKind
+from horovod.engine.messages import (
+    JOIN,
+    Key,
+    Request,
+    Response,
+    Sender,
+    distinct_terms,
+    packed,
+    short_hash,
+    unpacked_responses,
+)
+from horovod.engine.operation import Operation, OperationRunner
+from horovod.engine.rank0 import Rank0
 from horovod.engine.submission_queue import SubmissionQueue
 from horovod.engine.timeline import Timeline
 from megaclass_launch.rendezvous.connection_watch import ConnectionWatch
@@ -84,27 +86,32 @@ class Controller:
 
         self._lock = threading.Lock()
         self._queue = SubmissionQueue(settings.cycle_time_s)
-        self._in_flight = InFlight(self._lock)
+        # Operations that are not done yet.
+        self._operations: dict[Key, Operation] = {}
+        self.closed = ""
+        """Why no operation is possible any more; empty while operations are possible."""
         self._is_stopping = False
         self._drain_s = _DRAIN_S
 
-        self._stopping = Stopping(rank, connections, self._close)
-        self._negotiation: Negotiation
+        self._sender = Sender(settings.cache_capacity)
+        # The operations of each list that was announced and may be answered as a whole, by the list's hash.
+        self._announced: dict[bytes, list[Operation]] = {}
+        # Why the job ends, as far as this rank knows; True once no rank uses the process groups any more.
+        self._reason = ""
+        self._has_ended = False
+        self._rank0: Rank0 | None = None
         if rank == 0:
-            self._negotiation = Rank0Negotiation(
-                hosts,
-                settings,
-                process_sets,
-                connections,
-                timeline,
-                runner,
-                is_closed=lambda: bool(self._in_flight.closed),
+            sends: dict[int, Callable[..., None]] = {peer: each.send for peer, each in connections.items()}
+            sends[0] = self._receive
+            self._rank0 = Rank0(
+                hosts, settings, process_sets, sends, self._requests_of, lambda: bool(self.closed), timeline, runner
             )
+            self._send_to_rank0: Callable[..., None] = partial(self._rank0.receive, 0)
         else:
-            self._negotiation = OtherRankNegotiation(connections[0], settings.cache_capacity, runner)
+            self._send_to_rank0 = connections[0].send
+
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_over = False
-        self._readable: list[int] = []
         self._events = select.epoll()
         for file in (self._wake, *self._by_file):
             self._events.register(file, select.EPOLLIN)
@@ -112,18 +119,17 @@ class Controller:
         self._thread = threading.Thread(target=self._run, name="megaclass.horovod", daemon=True)
         self._thread.start()
 
-    @property
-    def closed(self) -> str:
-        """Why no operation is possible any more; empty while operations are possible."""
-        return self._in_flight.closed
-
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation) -> None:
         """Queues the operation. A thread that waits for it, or the end of together(), has it announced without delay."""
         queue = self._queue
         with self._lock:
-            self._in_flight.add(operation)
+            if self.closed:
+                raise HorovodInternalError(self.closed)
+            # Two operations of one name could not be told apart by the other ranks. Horovod refuses this with the same text.
+            if self._operations.setdefault(operation.request.key, operation) is not operation:
+                raise ValueError(DUPLICATE_NAME)
             queue.operations.append(operation)
             queue.num_bytes += operation.request.terms.num_bytes
             # The first one wakes the engine thread, which then looks at the queue until it is announced.
@@ -146,7 +152,11 @@ class Controller:
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
         """Calls `call` once the operation is done, or now if it is. The engine thread calls it, so it must not wait."""
-        self._in_flight.call_when_done(operation, call)
+        with self._lock:
+            if not operation.is_done:
+                operation.on_done = call
+                return
+        call()
 
     def wait(self, operation: Operation) -> None:
         """Returns when the operation is done; raises HorovodInternalError if it failed.
@@ -158,11 +168,13 @@ class Controller:
                 # Everything before this operation goes with it: the other ranks may wait for any of that.
                 if self._queue.hurry():
                     self._wake_up()
-                waiter = self._in_flight.waiter(operation)
-            if waiter is not None:
-                waiter.acquire()
+                if operation.waiter is None and not operation.is_done:
+                    operation.waiter = threading.Lock()
+                    operation.waiter.acquire()
+            if operation.waiter is not None:
+                operation.waiter.acquire()
                 # Several threads may wait for one operation: each lets the next one through.
-                waiter.release()
+                operation.waiter.release()
         if operation.error:
             raise HorovodInternalError(operation.error)
 
@@ -184,21 +196,61 @@ class Controller:
         # Not without limit: an operation may wait for a rank that is gone until the transport's own timeout.
         self._thread.join(self._drain_s)
 
+    def _finish(self, operations: Sequence[Operation | None], error: str) -> None:
+        """Marks the operations as done, and lets the threads that wait for them through.
+
+        The engine thread finishes operations, and so does a thread that closes the controller, possibly while the engine
+        thread still runs one of them: the first to finish an operation decides its result.
+        """
+        calls: list[Callable[[], None]] = []
+        with self._lock:
+            for operation in operations:
+                if operation is None or operation.is_done:
+                    continue
+                self._operations.pop(operation.request.key, None)
+                # In this order: readers look at `is_done` first, without the lock.
+                operation.error = error
+                operation.is_done = True
+                if operation.waiter is not None:
+                    operation.waiter.release()
+                if operation.on_done is not None:
+                    calls.append(operation.on_done)
+        # Without the lock: what is called may submit the next operation.
+        for call in calls:
+            call()
+
+    def _close(self, reason: str) -> None:
+        """Fails all open operations, and all later ones, with the reason of the first call: later ones follow from it."""
+        with self._lock:
+            # Together: an operation that came between the two would stay in the queue, and the engine thread would never sleep.
+            self.closed = self.closed or reason
+            self._queue.clear()
+            operations = list(self._operations.values())
+        self._finish(operations, self.closed)
+
     # -- the engine thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         """Main function of the engine thread."""
         try:
             with torch.no_grad():
-                while not self._stopping.is_over:
-                    self._sleep()
-                    self._step()
+                while not self._has_ended:
+                    readable = self._events.poll(self._sleep_s())
+                    # Receive before sending: an answer that has arrived may finish what the caller waits for.
+                    for file, _ in readable:
+                        if file == self._wake:
+                            os.eventfd_read(file)
+                        else:
+                            self._receive_from(self._by_file[file])
+                    self._send_queue_if_due()
+                    self._check_stalls()
+                    if self._is_stopping:
+                        self._ask_to_stop(SHUT_DOWN)
         except BaseException as error:
             _log.exception("the controller of rank %d ended", self._rank)
             self._close(f"{SHUT_DOWN} The controller of rank {self._rank} ended: {error!r}.")
         finally:
-            self._stopping.is_over = True
-            self._close(self._stopping.reason or SHUT_DOWN)
+            self._close(self._reason or SHUT_DOWN)
             with self._lock:
                 self._is_over = True
                 os.close(self._wake)
@@ -206,93 +258,114 @@ class Controller:
             for connection in self._connections.values():
                 connection.close()
 
-    def _sleep(self) -> None:
-        """Sleeps until something is due, a message arrives or another thread wakes this one."""
-        for file, _ in self._events.poll(self._sleep_s()):
-            if file == self._wake:
-                os.eventfd_read(file)
-            else:
-                self._readable.append(file)
-
-    def _step(self) -> None:
-        """Does everything that is due now."""
-        # Receive before sending: an answer that has arrived may finish what the caller waits for.
-        readable, self._readable = self._readable, []
-        for file in readable:
-            self._receive_from(self._by_file[file])
-        self._send_queue_if_due()
-        self._check_stalls()
-        if self._is_stopping and not self._stopping.reason:
-            self._stopping.announce(SHUT_DOWN)
-
     def _sleep_s(self) -> float | None:
         """Returns the time until something is due; None: nothing is."""
         now = time.monotonic()
         with self._lock:
             look = self._queue.next_look(now)
-        deadline = min((due for due in (look, self._negotiation.next_check()) if due is not None), default=float("inf"))
+        check = self._rank0.next_check() if self._rank0 is not None else None
+        deadline = min((due for due in (look, check) if due is not None), default=float("inf"))
         return None if deadline == float("inf") else max(0.0, deadline - now)
 
     def _send_queue_if_due(self) -> None:
         with self._lock:
-            if self._in_flight.closed:
+            if self.closed:
                 return
             operations = self._queue.take_if_due(time.monotonic())
         # Outside the lock: encoding and sending take long, and other threads submit meanwhile.
-        if operations:
-            self._timeline.mark_cycle()
-            self._run_agreed(self._negotiation.announce(operations))
+        if not operations:
+            return
+        self._timeline.mark_cycle()
+        requests = [operation.request for operation in operations]
+        content = packed(requests)
+        digest = short_hash(content)
+        # If one operation of a list was answered by itself, so are the others.
+        self._announced = {key: old for key, old in self._announced.items() if not old[0].is_done}
+        self._announced[digest] = operations
+        repeats = all(terms.repeats for terms in distinct_terms(requests))
+        # This rank does not know what the others announce. If the lists differ, the payload is not used, which is cheap.
+        payload = self._runner.small_payload(operations) if len(self._hosts) > 1 else b""
+        self._send_to_rank0(MessageKind.REQUESTS, self._sender.message(content, digest, repeats=repeats), payload)
+
+    def _requests_of(self, digest: bytes) -> list[Request]:
+        return [operation.request for operation in self._announced[digest]]
 
     def _receive_from(self, peer: int) -> None:
         connection = self._connections[peer]
-        for kind, content, payload in connection.receive():
-            if kind in STOP_KINDS:
-                self._stopping.receive(peer, kind, content)
+        # One after the other: what follows may depend on what a message runs, as on a new process set.
+        for message in connection.receive():
+            if self._rank0 is not None:
+                self._rank0.receive(peer, *message)
             else:
-                # At once, not after the last message: what follows may depend on what this one runs, as on a new process set.
-                self._run_agreed(self._negotiation.receive(peer, kind, content, payload))
-        if not connection.is_open and not self._stopping.is_over:
+                self._receive(*message)
+        if not connection.is_open and not self._has_ended:
             # Its file would stay readable and keep this thread awake.
             self._events.unregister(connection.fileno())
-            self._stopping.on_lost(peer, self._explained(f"Rank {peer} ({self._hosts[peer]}) is gone."))
+            reason = self._explained(f"Rank {peer} ({self._hosts[peer]}) is gone.")
+            if self._rank0 is not None:
+                self._rank0.on_lost(peer, reason)
+            else:
+                # Without rank 0 the ranks cannot drain.
+                self._close(reason)
+                self._has_ended = True
+
+    def _receive(self, kind: int, content: bytes = b"", payload: bytes = b"") -> None:
+        """Handles a message of rank 0."""
+        match kind:
+            case MessageKind.RESPONSES:
+                self._run_agreed(unpacked_responses(content, self._requests_of), payload)
+            case MessageKind.STOP:
+                self._reason = content.decode(errors="replace")
+                self._close(self._reason)
+                # Only now: no operation of this rank is under way any more, and none can start.
+                self._send_to_rank0(MessageKind.DRAINED)
+            case MessageKind.END:
+                self._has_ended = True
+
+    def _ask_to_stop(self, reason: str) -> None:
+        """Asks all ranks, through rank 0, to end. Open operations may still be answered until rank 0 sends STOP back."""
+        if not self._reason:
+            self._reason = reason
+            self._send_to_rank0(MessageKind.STOP, reason.encode())
 
     def _check_stalls(self) -> None:
-        """Warns of operations that some ranks have not announced, or ends the job because of them."""
-        if (due := self._negotiation.next_check()) is None:
-            return
+        """On rank 0: warns of operations that some ranks have not announced, or ends the job because of them."""
+        due = self._rank0.next_check() if self._rank0 is not None else None
         now = time.monotonic()
-        if now < due:
+        if self._rank0 is None or due is None or now < due:
             return
-        agreed, warning, reason = self._negotiation.check(now)
-        self._run_agreed(agreed)
+        warning, reason = self._rank0.check(now)
         if warning:
             _log.warning(warning)
-        if reason and not self._stopping.reason:
+        if reason and not self._reason:
             _log.error(reason)
-            self._stopping.announce(reason)
+            self._ask_to_stop(reason)
 
-    def _run_agreed(self, agreed: Agreed) -> None:
+    def _run_agreed(self, responses: list[Response], payload: bytes) -> None:
         """Runs this rank's part of the agreed operations in their order, until the controller is closed."""
-        for response in agreed.responses:
+        for response in responses:
             # Asked before each one: a failure, or the end of the job, closes the controller between two of them.
-            if self._in_flight.closed:
+            if self.closed:
                 return
             if response.last_joined >= 0:
                 self._timeline.negotiated([JOIN.full_name])
-                self._in_flight.finish_join(response.last_joined)
+                join = self._operations.get(JOIN.key)
+                if join is not None:
+                    join.result = response.last_joined
+                self._finish([join], "")
             # An operation of a set that this rank is not a member of does not concern it.
             elif self._rank in self.process_sets.get(response.process_set, ()):
-                self._run_one(response, agreed.payload)
+                self._run_one(response, payload)
 
     def _run_one(self, response: Response, payload: bytes) -> None:
         # By key, not by position: this rank may have submitted them in another order, or joined (None).
-        operations = [self._in_flight.get(request.key) for request in response.requests]
+        operations = [self._operations.get(request.key) for request in response.requests]
         # A thousand names are formed only if a trace is written.
         names = [request.full_name for request in response.requests] if self._timeline.is_active else []
         self._timeline.negotiated(names)
         if response.error:
             # The ranks disagree about this operation only: all of them fail it, and the job continues.
-            self._in_flight.finish(operations, response.error)
+            self._finish(operations, response.error)
             return
         try:
             with self._timeline.phase(names, response.requests[0].kind.upper()):
@@ -305,22 +378,12 @@ class Controller:
         except Exception as caught:  # whatever the backend raises, the waiting threads must learn of it
             name, host = response.requests[0].full_name, self._hosts[self._rank]
             error = f"{name} on rank {self._rank} ({host}) failed: {caught}"
-            self._in_flight.finish(operations, error)
+            self._finish(operations, error)
             # The ranks are no longer in step: no further operation can be trusted.
-            self._stopping.announce(self._explained(f"{error}."))
+            self._ask_to_stop(self._explained(f"{error}."))
             return
-        self._in_flight.finish(operations, "")
-
-    # -- the end --------------------------------------------------------------------------------------------------
+        self._finish(operations, "")
 
     def _explained(self, what: str) -> str:
         """Adds the lost connection, if that is the cause."""
         return " ".join(filter(None, (what, self._watch.reason, SHUT_DOWN)))
-
-    def _close(self, reason: str) -> None:
-        """Fails all open operations, and all later ones, with the reason of the first call."""
-        with self._lock:
-            # Together: an operation that came between the two would stay in the queue, and the engine thread would never sleep.
-            self._in_flight.close(reason)
-            self._queue.clear()
-        self._in_flight.fail_all()

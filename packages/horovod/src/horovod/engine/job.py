@@ -40,10 +40,9 @@ class Job:
     """Operations whose results have not been fetched, by handle."""
     handle_numbers: Iterator[int] = _HANDLE_NUMBERS
     """Any thread takes the next one: a step of an iterator that is written in C needs no lock."""
-    # Any thread counts, under the lock.
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _num_joins: int = 0
-    _counts: dict[tuple[str, int | None], int] = field(default_factory=dict)
+    # Any thread takes the next number.
+    _counts: dict[tuple[str, int | None], Iterator[int]] = field(default_factory=dict)
 
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
@@ -60,29 +59,20 @@ class Job:
         Automatic names count the unnamed operations of one process set: its ranks must call them in the same order, whatever
         they run in other sets.
         """
-        number = self._count("unnamed", process_set)
+        number = self.count("unnamed", process_set)
         return f"noname.{self._num_joins}.{number}" if self._num_joins else f"noname.{number}"
 
     def restart_names(self) -> None:
         """Restarts automatic names after a join, before which ranks with more data have run more operations."""
-        with self._lock:
-            self._num_joins += 1
-            for what, process_set in list(self._counts):
-                if what == "unnamed":
-                    del self._counts[what, process_set]
+        self._num_joins += 1
+        for key in list(self._counts):
+            if key[0] == "unnamed":
+                self._counts.pop(key, None)
 
-    def next_barrier(self, process_set: int | None) -> int:
-        """Returns the number of the set's next barrier: barriers match in the order in which they are called."""
-        return self._count("barrier", process_set)
-
-    def next_object(self, process_set: int | None, name: str) -> int:
-        """Returns how many objects of this name the process set has exchanged, this one included."""
-        return self._count(f"object {name}", process_set)
-
-    def _count(self, what: str, process_set: int | None) -> int:
-        with self._lock:
-            self._counts[what, process_set] = self._counts.get((what, process_set), 0) + 1
-            return self._counts[what, process_set]
+    def count(self, what: str, process_set: int | None) -> int:
+        """Returns how often this process set has come to such a thing, this time included."""
+        counter = self._counts.get((what, process_set))
+        return next(counter or self._counts.setdefault((what, process_set), itertools.count(1)))
 
     def close(self) -> None:
         """Leaves the job: operations of other ranks that need this one fail there."""

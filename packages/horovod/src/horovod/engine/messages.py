@@ -1,24 +1,22 @@
 """The messages of the negotiation: requests from the ranks, responses from rank 0. No torch, no sockets.
 
-A rank announces requests. The coordinator answers with responses, the same ones in the same order for all ranks; a rank skips
-those of process sets that it is not a member of. Lists travel as JSON the first time and as an 8-byte hash of it from then on:
-a step that repeats costs each rank nine bytes to the coordinator and nine bytes back.
+A rank announces a list of requests: the list itself the first time, and an 8-byte hash of it from then on, if it may repeat.
+Rank 0 only compares the hashes if all ranks announce the same list. Its answer then names the list by its hash, and each rank
+finds its own operations by their places in the list. Otherwise the answer contains the requests that it is about.
 
-A request consists of a name and terms. Many requests of a list share their terms, which travel once per message. A list that
+A request consists of a name and terms. Many requests of a list share their terms, which travel once per list. A list that
 is new, which is always so for unnamed operations, therefore costs little more than its names.
 
 Tensors of a few kilobytes travel with these messages: rank 0 adds them up, and the answer carries the sum
-(transport/reductions.py).
+(transport/arithmetic.py).
 """
 
 import functools
 import json
 import math
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -35,7 +33,7 @@ def short_hash(data: bytes) -> bytes:
     return blake2b(data, digest_size=HASH_BYTES).digest()
 
 
-def _to_json(content: list[Any]) -> bytes:
+def _to_json(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -78,45 +76,29 @@ class Terms:
     is_grouped: bool = False
     repeats: bool = True
     """False for automatic names, which do not repeat."""
-    digest: bytes = field(default=b"", init=False, compare=False)
-    """Hash of all of the above."""
+    json: bytes = field(default=b"", init=False, compare=False)
+    """All of the above."""
     num_bytes: int = field(default=0, init=False, compare=False)
     """Size of all tensors together."""
 
     def __post_init__(self) -> None:
-        # The class is frozen for all others: its objects are shared between threads and used as keys.
-        object.__setattr__(self, "digest", short_hash(_to_json(self.to_list())))
+        # The class is frozen for all others: its objects are shared between threads.
+        object.__setattr__(self, "json", _to_json([getattr(self, each.name) for each in fields(self) if each.init]))
         total = 0
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             total += math.prod(shape) * ITEM_BYTES[dtype]
         object.__setattr__(self, "num_bytes", total)
-
-    def __hash__(self) -> int:
-        # Faster than a hash of all fields, which Terms as keys of dicts would compute again and again.
-        return hash(self.digest)
 
     @property
     def reduction(self) -> tuple[object, ...]:
         """How tensors are combined and scaled, and where: allreduces with equal values may be computed as one."""
         return _reduction(self)
 
-    def to_list(self) -> list[Any]:
-        return [getattr(self, name) for name in _TERMS_FIELDS]
-
 
 _reduction = attrgetter("process_set", "op", "prescale", "postscale", "device", "wire", "keeps_error")
-_TERMS_FIELDS = [each.name for each in fields(Terms) if each.init]
 
 # Equal terms are one object while they are in use, so comparing them compares addresses.
 terms_of = functools.lru_cache(maxsize=8192)(Terms)
-
-
-def _terms_from_list(values: list[Any]) -> Terms:
-    kind, process_set, dtypes, shapes, op, root, prescale, postscale, splits, *rest = values
-    frozen_shapes = tuple(map(tuple, shapes))
-    return terms_of(
-        kind, process_set, tuple(dtypes), frozen_shapes, op, root, prescale, postscale, tuple(splits), *rest
-    )
 
 
 class Request:
@@ -169,119 +151,112 @@ class Response:
     def process_set(self) -> int:
         return self.requests[0].process_set if self.requests else 0
 
-    @property
-    def rest(self) -> list[Any]:
-        """Everything except the requests, for JSON."""
-        return [self.error, self.sizes, self.last_joined]
 
-    @staticmethod
-    def of(requests: tuple[Request, ...], rest: list[Any]) -> "Response":
-        error, sizes, last_joined = rest
-        return Response(requests, error, tuple(map(tuple, sizes)), last_joined)
+# ---- lists of requests ----
 
-    @property
-    def digest(self) -> bytes:
-        return short_hash(digest_of_all(self.requests) + _to_json(self.rest))
+# The first byte of a packed list.
+_HOLDS, _OPENS = b"=", b"!"
 
 
-class Answer:
-    """Responses that are sent together, and what their sender needs to know about them."""
-
-    def __init__(self, responses: list[Response]) -> None:
-        self.responses = responses
-        # The few terms that a thousand requests share are asked, not the requests.
-        terms = distinct_terms([request for response in responses for request in response.requests])
-        self.repeats = all(each.repeats for each in terms)
-        self.payloads: list[bytes] = []
-        """The tensors of every rank, where they were small enough to travel with the requests; else empty."""
-
-    @functools.cached_property
-    def digest(self) -> bytes:
-        return short_hash(b"".join([response.digest for response in self.responses]))
+def distinct_terms(requests: Iterable[Request]) -> list[Terms]:
+    """Returns the terms of the requests; those that many requests share come once."""
+    # By address: comparing a thousand terms would take longer than the callers save.
+    return list({id(request.terms): request.terms for request in requests}.values())
 
 
-# The first byte of a message; the hash follows. After _NEW the JSON follows as well.
-_NEW, _KNOWN = b"N", b"K"
+def packed(requests: Sequence[Request]) -> bytes:
+    """Returns the requests as bytes, which are equal for equal lists."""
+    terms = distinct_terms(requests)
+    numbers = {id(each): number for number, each in enumerate(terms)}
+    content = [[numbers[id(request.terms)] for request in requests], [request.name for request in requests]]
+    tag = _OPENS if any(each.process_set or each.kind == JOIN.kind for each in terms) else _HOLDS
+    return b"%s[[%s],%s" % (tag, b",".join([each.json for each in terms]), _to_json(content)[1:])
+
+
+def is_for_some(content: bytes) -> bool:
+    """Returns True if not all ranks announce the list: it contains a join, or an operation of a process set."""
+    return content[:1] == _OPENS
+
+
+def unpacked(content: bytes) -> list[Request]:
+    all_terms, numbers, names = json.loads(content[1:])
+    terms = [_terms_from_list(values) for values in all_terms]
+    return [Request(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
+
+
+def _terms_from_list(values: list[Any]) -> Terms:
+    kind, process_set, dtypes, shapes, op, root, prescale, postscale, splits, *rest = values
+    frozen_shapes = tuple(map(tuple, shapes))
+    return terms_of(
+        kind, process_set, tuple(dtypes), frozen_shapes, op, root, prescale, postscale, tuple(splits), *rest
+    )
+
+
+# The first byte of a message that contains or names a list; the hash follows. The list follows as well, except after _KNOWN.
+# The receiver remembers a list after _KEEP, and forgets all others before it does so after _FORGET.
+_NEW, _KEEP, _FORGET, _KNOWN = b"N", b"R", b"F", b"K"
 
 
 class Sender:
-    """Turns lists of requests or of responses into messages: JSON the first time, a hash once the receiver knows the list."""
+    """Turns packed lists into messages: the list the first time, its hash once the receiver knows the list."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity`: number of lists that are remembered; 0: none."""
         self._capacity = capacity
         self._known: set[bytes] = set()
 
-    def pack(self, items: Sequence[Request] | Sequence[Response], digest: bytes, *, repeats: bool) -> bytes:
-        """Returns the message. `digest`: hash of the items. `repeats`: they may come again, so they are worth remembering."""
+    def message(self, content: bytes, digest: bytes, *, repeats: bool) -> bytes:
+        """`digest`: hash of the content. `repeats`: the list may come again, so it is worth remembering."""
         if digest in self._known:
             return _KNOWN + digest
-        remembers = repeats and self._capacity > 0
-        # Sender and receiver forget at the same message, so both always know the same lists.
-        forgets = remembers and len(self._known) >= self._capacity
-        if forgets:
-            self._known.clear()
-        if remembers:
+        tag = _NEW
+        if repeats and self._capacity:
+            tag = _KEEP
+            # Sender and receiver forget at the same message, so both always know the same lists.
+            if len(self._known) >= self._capacity:
+                self._known.clear()
+                tag = _FORGET
             self._known.add(digest)
-        # Responses travel as the requests of all of them in a row, and where to cut that row.
-        responses = [item for item in items if isinstance(item, Response)]
-        requests = [item for item in items if isinstance(item, Request)]
-        requests += [request for response in responses for request in response.requests]
-        terms = distinct_terms(requests)
-        numbers = {id(each): number for number, each in enumerate(terms)}
-        content = [
-            forgets,
-            remembers,
-            [each.to_list() for each in terms],
-            [numbers[id(request.terms)] for request in requests],
-            [request.name for request in requests],
-            [[len(response.requests), response.rest] for response in responses],
-        ]
-        return _NEW + digest + _to_json(content)
+        return tag + digest + content
 
 
 class Receiver:
     """The other end of a Sender."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, list[Any]] = {}
+        self._known: dict[bytes, bytes] = {}
 
-    def unpack(self, message: bytes) -> tuple[bytes, list[Any]]:
-        """Returns the hash of the message, and its items."""
-        tag, digest = message[:1], message[1 : 1 + HASH_BYTES]
+    def read(self, message: bytes) -> tuple[bytes, bytes]:
+        """Returns the hash of the list, and the packed list."""
+        tag, digest, content = message[:1], message[1 : 1 + HASH_BYTES], message[1 + HASH_BYTES :]
         if tag == _KNOWN:
             return digest, self._known[digest]
-        forgets, remembers, all_terms, numbers, names, cuts = json.loads(message[1 + HASH_BYTES :])
-        if forgets:
+        if tag == _FORGET:
             self._known.clear()
-        terms = [_terms_from_list(values) for values in all_terms]
-        items: list[Any] = [Request(name, terms[number]) for name, number in zip(names, numbers, strict=True)]
-        if cuts:
-            items = _cut(items, cuts)
-        if remembers:
-            self._known[digest] = items
-        return digest, items
+        if tag != _NEW:
+            self._known[digest] = content
+        return digest, content
 
 
-def _cut(requests: list[Request], cuts: list[Any]) -> list[Any]:
-    """Divides the requests into responses; a cut is the number of requests and the rest of one response."""
-    ends = accumulate([count for count, _ in cuts], initial=0)
-    return [
-        Response.of(tuple(requests[begin:end]), rest)
-        for (begin, end), (_, rest) in zip(pairwise(ends), cuts, strict=True)
+# ---- responses ----
+
+
+def packed_responses(responses: Sequence[Response], requests: Sequence[Request], digest: bytes = b"") -> bytes:
+    """Returns responses to these requests as bytes. `digest`: hash of the list, if all ranks have announced it."""
+    places = {id(request): place for place, request in enumerate(requests)}
+    parts = [
+        [[places[id(request)] for request in each.requests], each.error, each.sizes, each.last_joined]
+        for each in responses
     ]
+    # JSON has no zero bytes.
+    return _to_json(parts) + b"\0" + (_KNOWN + digest if digest else _NEW + packed(requests))
 
 
-def distinct_terms(requests: Iterable[Request]) -> list[Terms]:
-    """Returns the terms of the requests; those that many requests share come once."""
-    # By address: computing a thousand hashes would take longer than the callers save.
-    return list({id(request.terms): request.terms for request in requests}.values())
-
-
-def digest_of_all(requests: Sequence[Request]) -> bytes:
-    """Returns a hash of the requests in their order."""
-    # With the lengths of the names, ["ab", "c"] and ["a", "bc"] have different hashes.
-    names = [request.name for request in requests]
-    lengths = array("Q", map(len, names)).tobytes()
-    terms = b"".join([request.terms.digest for request in requests])
-    return short_hash(b"%d;%s%s%s" % (len(names), lengths, terms, "".join(names).encode(errors="surrogatepass")))
+def unpacked_responses(message: bytes, requests_of: Callable[[bytes], Sequence[Request]]) -> list[Response]:
+    """Returns the responses. `requests_of`: returns the list of requests that this rank has announced, by its hash."""
+    parts, _, listed = message.partition(b"\0")
+    requests = requests_of(listed[1:]) if listed[:1] == _KNOWN else unpacked(listed[1:])
+    return [
+        Response(tuple([requests[place] for place in places]), error, tuple(map(tuple, sizes)), last_joined)
+        for places, error, sizes, last_joined in json.loads(parts)
+    ]

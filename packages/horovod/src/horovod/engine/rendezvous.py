@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import AuthenticatedListener, ControlConnection, Endpoint, connect
-from megaclass_launch.elastic.worker import is_elastic
+from megaclass_launch.elastic import is_elastic
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.ranks.devices import ranks_sharing_a_gpu, visible_gpus
 from megaclass_launch.ranks.process_group import explained

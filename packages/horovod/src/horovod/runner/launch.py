@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from horovod.common.util import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
-from horovod.runner.run_function import run
+from horovod.runner.run_function import options_of, run
 from megaclass_launch.horovod_options import TUNABLES, environment_for, what_is_wrong
 
 
@@ -29,7 +29,7 @@ def _run(args: Any) -> list[Any] | None:
     tuned = {tunable.name: getattr(args, tunable.name) for tunable in TUNABLES}
     if wrong := what_is_wrong(tuned):
         raise ValueError(wrong)
-    values = {
+    options = {
         "--num-proc": num_proc,
         "--hosts": args.hosts,
         "--hostfile": args.hostfile,
@@ -39,16 +39,10 @@ def _run(args: Any) -> list[Any] | None:
         "--ssh-identity-file": args.ssh_identity_file,
         "--output-filename": args.output_filename,
         "--network-interfaces": ",".join(args.nics or ()),
+        "--prefix-output-with-timestamp": bool(args.prefix_output_with_timestamp),
+        "--verbose": bool(args.verbose),
     }
-    switches = {
-        "--prefix-output-with-timestamp": args.prefix_output_with_timestamp,
-        "--verbose": args.verbose,
-    }
-    options = [
-        *(part for flag, value in values.items() if value for part in (flag, str(value))),
-        *(flag for flag, is_on in switches.items() if is_on),
-    ]
-    launcher = [sys.executable, "-P", "-m", "megaclass_launch", "run", "--horovod", *options, *args.command]
+    launcher = [sys.executable, "-P", "-m", "megaclass_launch", "run", "--horovod", *options_of(options), *args.command]
     done = subprocess.run(launcher, env={**os.environ, **environment_for(tuned)})
     if done.returncode:
         raise RuntimeError(

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 
@@ -82,6 +82,7 @@ def run(
     if use_mpi:
         raise ValueError("MPI support has not been built: megaclass has none. Leave use_mpi out.")
     given: dict[str, Any] = {
+        "--verbose": bool(verbose),
         "--start-timeout": start_timeout,
         "--ssh-port": ssh_port,
         "--ssh-identity-file": ssh_identity_file,
@@ -98,10 +99,6 @@ def run(
     else:
         machines = _machines(num_proc, hosts, hostfile)
         given |= {"--num-proc": num_proc, "--hosts": ",".join(f"{host.name}:{host.slots}" for host in machines)}
-    options = ["--verbose"] if verbose else []
-    for flag, value in given.items():
-        if value:
-            options += [flag, *map(str, value if isinstance(value, (list, tuple)) else [value])]
     call = pickled_call(func, tuple(args), kwargs or {})
     if len(call) > MAX_CALL_BYTES:
         raise ValueError(
@@ -110,7 +107,19 @@ def run(
         )
     # The number of ranks that an elastic job ends with is not known before.
     size_known = None if is_elastic else num_proc
-    return _FunctionCall(call, size_known, executable or sys.executable).results(options, start_timeout)
+    # -P: files of the current folder are not imported in place of a rank's modules. The caller's sys.path follows them.
+    task = [executable or sys.executable, "-P", "-m", "horovod.runner.run_function_worker"]
+    return _results(call, size_known, [*options_of(given), *task], start_timeout)
+
+
+def options_of(given: dict[str, Any]) -> list[str]:
+    """Returns the options of `megaclass run`; those without a value are left out."""
+    options: list[str] = []
+    for flag, value in given.items():
+        if value:
+            values = () if value is True else value if isinstance(value, (list, tuple)) else (value,)
+            options += [flag, *map(str, values)]
+    return options
 
 
 def _deprecated(old: str, new: str) -> None:
@@ -137,75 +146,58 @@ def pickled_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> by
     return pickle.dumps((place, cloudpickle.dumps((func, args, kwargs))))
 
 
-class _FunctionCall:
-    """One call on all ranks: starts `megaclass run` with two pipes, sends the function and receives the results.
+def _results(call: bytes, size: int | None, command: list[str], start_timeout: int | None) -> list[Any]:
+    """Starts `megaclass run` with two pipes, sends the function and returns the results by rank."""
+    env = {**os.environ, **({"HOROVOD_START_TIMEOUT": str(start_timeout)} if start_timeout else {})}
+    call_reader, call_writer = os.pipe()
+    results_reader, results_writer = os.pipe()
+    # The mark gives functions Horovod's environment variables, as its own run() does.
+    own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
+    launch = [sys.executable, "-P", "-m", "megaclass_launch", "run", *own, *command]
+    # What each process has sent so far, in the order in which they began to answer.
+    received: dict[int, bytearray] = {}
+    # The launcher takes the end of the first pipe for the end of this process: it stays open until the job is over.
+    with os.fdopen(call_writer, "wb", buffering=0) as to_launcher, os.fdopen(results_reader, "rb") as from_launcher:
+        try:
+            launcher = subprocess.Popen(
+                launch, env=env, stdin=subprocess.DEVNULL, pass_fds=[call_reader, results_writer]
+            )
+        finally:
+            os.close(call_reader)
+            os.close(results_writer)
+        try:
+            # A launcher that ends at once has said why on stderr.
+            with contextlib.suppress(BrokenPipeError):
+                for part in (SIZE.pack(len(call)), call):
+                    view = memoryview(part)
+                    while view:
+                        view = view[to_launcher.write(view) or 0 :]
+            while len(head := from_launcher.read(PIECE.size)) == PIECE.size:
+                process, num_bytes = PIECE.unpack(head)
+                received.setdefault(process, bytearray()).extend(from_launcher.read(num_bytes))
+            code = launcher.wait()
+        finally:
+            _end(launcher)
+    return _by_rank(received, size, code)
 
-    `_results` holds what each process has sent so far, in the order in which they began to answer. In an elastic job the rank
-    of a process changes, so each sends the rank that it has at its end.
-    """
 
-    def __init__(self, call: bytes, size: int | None, executable: str) -> None:
-        self._call = call
-        self._size = size
-        self._executable = executable
-        self._results: dict[int, bytearray] = {}
-
-    def results(self, options: list[str], start_timeout: int | None) -> list[Any]:
-        env = {**os.environ, **({"HOROVOD_START_TIMEOUT": str(start_timeout)} if start_timeout else {})}
-        call_reader, call_writer = os.pipe()
-        results_reader, results_writer = os.pipe()
-        # -P: files of the current folder are not imported in place of a rank's modules. The caller's sys.path follows them.
-        task = [self._executable, "-P", "-m", "horovod.runner.run_function_worker"]
-        # The mark gives functions Horovod's environment variables, as its own run() does.
-        own = ["-x", f"{HOROVOD_MARK}=1", "--call-fds", f"{call_reader},{results_writer}"]
-        command = [sys.executable, "-P", "-m", "megaclass_launch", "run", *own, *options, *task]
-        # The launcher takes the end of the first pipe for the end of this process: it stays open until the job is over.
-        with os.fdopen(call_writer, "wb", buffering=0) as to_launcher, os.fdopen(results_reader, "rb") as from_launcher:
-            try:
-                launcher = subprocess.Popen(
-                    command, env=env, stdin=subprocess.DEVNULL, pass_fds=[call_reader, results_writer]
-                )
-            finally:
-                os.close(call_reader)
-                os.close(results_writer)
-            try:
-                # A launcher that ends at once has said why on stderr.
-                with contextlib.suppress(BrokenPipeError):
-                    self._send(to_launcher)
-                self._receive(from_launcher)
-                code = launcher.wait()
-            finally:
-                _end(launcher)
-        return self._checked(code)
-
-    def _send(self, to_launcher: IO[bytes]) -> None:
-        for part in (SIZE.pack(len(self._call)), self._call):
-            view = memoryview(part)
-            while view:
-                view = view[to_launcher.write(view) or 0 :]
-
-    def _receive(self, from_launcher: IO[bytes]) -> None:
-        """Collects the pieces of the results until the launcher has ended."""
-        while len(head := from_launcher.read(PIECE.size)) == PIECE.size:
-            rank, size = PIECE.unpack(head)
-            self._results.setdefault(rank, bytearray()).extend(from_launcher.read(size))
-
-    def _checked(self, code: int) -> list[Any]:
-        """Returns the results by rank; raises RuntimeError if a rank failed or sent none."""
-        # A rank that was ended while it sent leaves a part.
-        whole = [
-            data
-            for data in self._results.values()
-            if len(data) >= SIZE.size and len(data) - SIZE.size == SIZE.unpack_from(data)[0]
-        ]
-        answers: list[tuple[bool, Any, int]] = [pickle.loads(memoryview(data)[SIZE.size :]) for data in whole]
-        # In the order of the answers: the first failure is the likely cause of the others.
-        failures = [(rank, value) for succeeded, value, rank in answers if not succeeded]
-        # An elastic job continues without the processes that fail, as long as enough are left.
-        results = {rank: value for succeeded, value, rank in answers if succeeded}
-        if code or (self._size is not None and len(results) < self._size):
-            raise RuntimeError(_failed(failures, code))
-        return [results[rank] for rank in sorted(results)]
+def _by_rank(received: dict[int, bytearray], size: int | None, code: int) -> list[Any]:
+    """Returns the results by rank; raises RuntimeError if a rank failed or sent none."""
+    # A rank that was ended while it sent leaves a part.
+    whole = [
+        data
+        for data in received.values()
+        if len(data) >= SIZE.size and len(data) - SIZE.size == SIZE.unpack_from(data)[0]
+    ]
+    # In an elastic job the rank of a process changes, so each sends the rank that it has at its end.
+    answers: list[tuple[bool, Any, int]] = [pickle.loads(memoryview(data)[SIZE.size :]) for data in whole]
+    # In the order of the answers: the first failure is the likely cause of the others.
+    failures = [(rank, value) for succeeded, value, rank in answers if not succeeded]
+    # An elastic job continues without the processes that fail, as long as enough are left.
+    results = {rank: value for succeeded, value, rank in answers if succeeded}
+    if code or (size is not None and len(results) < size):
+        raise RuntimeError(_failed(failures, code))
+    return [results[rank] for rank in sorted(results)]
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

@@ -7,9 +7,8 @@
 Why not one Python node: a Python node that waits for other ranks occupies a thread of TensorFlow's pool. Ranks may run
 independent nodes in different orders, so with a small pool each rank could wait inside a different collective, without end.
 
-TensorFlow's queues are different: a dequeue that finds nothing occupies no thread. The engine's thread announces finished
-operations to `_Notifier`, whose thread puts a token into the queue of the node; TensorFlow then runs `fetch`, which does not
-wait.
+TensorFlow's queues are different: a dequeue that finds nothing occupies no thread. The engine thread puts a token into the
+queue of the node when its operations are done; TensorFlow then runs `fetch`, which does not wait, on a thread of its pool.
 
 A v1 session has queues of its own, which no other thread can fill. But the node that returns the single element of a dataset
 does not occupy a thread of the pool either: tf.data runs it on a thread of its own, and makes as many of these as are needed.
@@ -23,11 +22,10 @@ step under the interpreter's lock.
 
 import functools
 import itertools
-import queue
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -78,22 +76,32 @@ class Call:
     """TensorFlow's tensors."""
     submit: Callable[[list[Tensor]], int]
     """Submits torch's tensors to the engine and returns the handle."""
-    results: Callable[[Operation], list[Tensor]]
+    results: Callable[[Operation], Sequence[Tensor]] = attrgetter("outputs")
     """Returns the results of the finished operation."""
-    dtypes: Sequence[Any]
-    """TensorFlow's dtypes of the results."""
-    shapes: Sequence[Any]
-    """Shapes of the results, as far as they are known before."""
+    dtypes: Sequence[Any] = ()
+    """TensorFlow's dtypes of the results; by default those of the inputs."""
+    shapes: Sequence[Any] = ()
+    """Shapes of the results, as far as they are known before; by default those of the inputs."""
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:
             if tensor.dtype not in _ALLOWED.get(self.kind, _SENDABLE):
                 raise ValueError(f"Tensor type {tensor.dtype.name} is not supported by {self.kind}.")
+        self.dtypes = self.dtypes or [tensor.dtype for tensor in self.inputs]
+        self.shapes = self.shapes or [tensor.shape for tensor in self.inputs]
 
 
-def run(calls: Sequence[Call]) -> list[list[Any]]:
-    """Runs the calls together and returns the results of each as TensorFlow's tensors."""
-    return _run_eagerly(calls) if tf.executing_eagerly() else _run_in_graph(calls)
+def run(calls: Sequence[Call]) -> list[Any]:
+    """Runs the calls together and returns the results of all in a row as TensorFlow's tensors."""
+    if not tf.executing_eagerly():
+        return _run_in_graph(calls)
+    try:
+        tensors = [[to_torch(tensor) for tensor in call.inputs] for call in calls]
+        return _fetch(calls, _submit(calls, tensors), to_tensorflow)
+    except HorovodInternalError as error:
+        raise CollectiveFailedError(str(error)) from error
+    except ValueError as error:
+        raise WrongArgumentError(str(error)) from error
 
 
 class CollectiveFailedError(HorovodInternalError, tf.errors.FailedPreconditionError):
@@ -110,21 +118,7 @@ class WrongArgumentError(ValueError, tf.errors.InvalidArgumentError):
         tf.errors.InvalidArgumentError.__init__(self, None, None, message)
 
 
-def _run_eagerly(calls: Sequence[Call]) -> list[list[Any]]:
-    try:
-        handles = _submit_calls(calls, [[to_torch(tensor) for tensor in call.inputs] for call in calls])
-        results = _fetch_results(calls, handles)
-    except HorovodInternalError as error:
-        raise CollectiveFailedError(str(error)) from error
-    except ValueError as error:
-        raise WrongArgumentError(str(error)) from error
-    return [
-        [to_tensorflow(result, dtype) for result, dtype in zip(found, call.dtypes, strict=True)]
-        for call, found in zip(calls, results, strict=True)
-    ]
-
-
-def _run_in_graph(calls: Sequence[Call]) -> list[list[Any]]:
+def _run_in_graph(calls: Sequence[Call]) -> list[Any]:
     if is_for_xla(tf.compat.v1.get_default_graph()):
         raise ValueError(
             f"XLA cannot compile {calls[0].kind}, which waits for other ranks: pass jit_compile=False to tf.function() or "
@@ -134,7 +128,7 @@ def _run_in_graph(calls: Sequence[Call]) -> list[list[Any]]:
     _independent(outputs[0])
     for output, shape in zip(outputs, [shape for call in calls for shape in call.shapes], strict=True):
         output.set_shape(shape)
-    return split(outputs, [len(call.dtypes) for call in calls])
+    return outputs
 
 
 def _independent(tensor: Any) -> Any:
@@ -145,19 +139,20 @@ def _independent(tensor: Any) -> Any:
     return tensor
 
 
-def _submit_calls(calls: Sequence[Call], inputs: Sequence[list[Tensor]]) -> list[int]:
+def _submit(calls: Sequence[Call], inputs: Sequence[list[Tensor]]) -> list[int]:
     """Submits the calls together and returns their handles."""
     with current.running().controller.together():
         return [call.submit(given) for call, given in zip(calls, inputs, strict=True)]
 
 
-def _fetch_results(calls: Sequence[Call], handles: Sequence[int]) -> list[list[Tensor]]:
+def _fetch(calls: Sequence[Call], handles: Sequence[int], to_result: Callable[[Tensor, Any], Any]) -> list[Any]:
     """Waits for all operations, also after one has failed, and returns their results or raises the first error."""
-    results: list[list[Tensor]] = []
+    results: list[Any] = []
     error: Exception | None = None
     for call, handle in zip(calls, handles, strict=True):
         try:
-            results.append(fetch(handle, call.results))
+            found = fetch(handle, call.results)
+            results += [to_result(result, dtype) for result, dtype in zip(found, call.dtypes, strict=True)]
         except Exception as failed:
             error = error or failed
     if error is not None:
@@ -174,25 +169,6 @@ def split(items: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
 # ---- nodes of a graph ----
 
 
-class _Notifier:
-    """A thread that tells TensorFlow's queues about finished operations, so the engine's thread never runs TensorFlow."""
-
-    def __init__(self) -> None:
-        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="horovod.tensorflow", daemon=True).start()
-
-    def finished(self, tokens: Any) -> None:
-        """Puts a token into TensorFlow's queue, soon; called by the engine's thread."""
-        self._finished.put(tokens)
-
-    def _run(self) -> None:
-        token = tf.constant(True)
-        while True:
-            # The queue has room for any number of tokens, so this does not block.
-            tf.raw_ops.QueueEnqueueV2(handle=self._finished.get().queue_ref, components=[token])
-
-
-_notifier = functools.cache(_Notifier)
 _tickets = itertools.count(1)
 _started: dict[int, list[int]] = {}
 
@@ -205,36 +181,39 @@ def _add_nodes(calls: Sequence[Call]) -> list[Any]:
     shapes = [shape for call in calls for shape in call.shapes]
     # The nodes keep the calls alive, and a tensor of TensorFlow its whole graph.
     calls = [replace(call, inputs=()) for call in calls]
+
+    def submitted(arrays: Sequence[Any]) -> list[int]:
+        return _submit(calls, split([to_torch(array) for array in arrays], counts))
+
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        return _add_dataset(
-            inputs, lambda *arrays: _flat(calls, _submit(calls, counts, arrays), to_numpy), dtypes, shapes
-        )
+        return _add_dataset(inputs, lambda *arrays: _fetch(calls, submitted(arrays), to_numpy), dtypes, shapes)
     with tf.init_scope():
-        tokens = tf.queue.FIFOQueue(2**31 - 1, [tf.bool], [[]])
+        tokens, token = tf.queue.FIFOQueue(2**31 - 1, [tf.bool], [[]]), tf.constant(True)
 
     def submit(*arrays: Any) -> Any:
         ticket = next(_tickets)
-        handles = _started[ticket] = _submit(calls, counts, arrays)
+        handles = _started[ticket] = submitted(arrays)
         num_finished, job = itertools.count(1), current.running()
 
         def one_is_done() -> None:
             # next() is one step of the interpreter: this thread and the engine thread may both be here.
             if next(num_finished) == len(handles):
-                _notifier().finished(tokens)
+                # The queue has room for any number of tokens, so this does not block.
+                tf.raw_ops.QueueEnqueueV2(handle=tokens.queue_ref, components=[token])
 
         for handle in handles:
             job.controller.call_when_done(job.handles[handle], one_is_done)
         return np.int64(ticket)
 
-    def fetch(ticket: Any) -> Any:
-        return _flat(calls, _started.pop(int(ticket)), to_result)
+    def fetched(ticket: Any) -> Any:
+        return _fetch(calls, _started.pop(int(ticket)), to_result)
 
     call_python, to_result = _python_node()
     ticket = _independent(call_python(submit, inputs, tf.int64))
     with tf.control_dependencies([ticket]):
-        token = _independent(tokens.dequeue())
-    with tf.control_dependencies([token]):
-        return list(call_python(fetch, [ticket], dtypes))
+        is_done = _independent(tokens.dequeue())
+    with tf.control_dependencies([is_done]):
+        return list(call_python(fetched, [ticket], dtypes))
 
 
 def _add_dataset(inputs: Sequence[Any], run_now: Callable[..., Any], dtypes: list[Any], shapes: list[Any]) -> list[Any]:
@@ -253,18 +232,6 @@ def _add_dataset(inputs: Sequence[Any], run_now: Callable[..., Any], dtypes: lis
         use_inter_op_parallelism=False,  # The function runs on tf.data's own thread, not in TensorFlow's pool.
     )
     return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes))
-
-
-def _submit(calls: Sequence[Call], counts: Sequence[int], arrays: Sequence[Any]) -> list[int]:
-    return _submit_calls(calls, split([to_torch(array) for array in arrays], counts))
-
-
-def _flat(calls: Sequence[Call], handles: Sequence[int], to_result: Callable[[Tensor, Any], Any]) -> list[Any]:
-    return [
-        to_result(result, dtype)
-        for call, found in zip(calls, _fetch_results(calls, handles), strict=True)
-        for result, dtype in zip(found, call.dtypes, strict=True)
-    ]
 
 
 def _python_node() -> tuple[Callable[..., Any], Callable[[Tensor, Any], Any]]:

@@ -5,16 +5,21 @@ from typing import Any
 
 import tensorflow as tf
 import torch
+from torch import Tensor
 
-from horovod.collectives.allreduce import _enqueue_allreduce
-from horovod.collectives.exchanges import _enqueue_broadcast, alltoall_async
+from horovod.collectives.compression import wire_of
 from horovod.collectives.handles import ReductionOptions, enqueue, handle_average_backwards_compatibility
-from horovod.collectives.reducescatter import _enqueue_reducescatter
+from horovod.collectives.operations import (
+    _enqueue_allreduce,
+    _enqueue_broadcast,
+    _enqueue_reducescatter,
+    alltoall_async,
+)
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum
 from horovod.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run, split
-from horovod.tensorflow.compression import Compression, wire_of
+from horovod.tensorflow.compression import Compression
 from horovod.transport.arithmetic import empty_result
 
 __all__ = [
@@ -63,7 +68,7 @@ def reduce_units(
             _allreduce_call(part, name, options._replace(wire=wire), is_grouped)
             for part, name in zip(parts, names_of(parts), strict=True)
         ]
-        return [result for results in run(calls) for result in results]
+        return run(calls)
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
         # Under other names: the forward operations of these names may be in flight again.
@@ -81,16 +86,11 @@ def _automatic_names(units: Sequence[Sequence[Any]]) -> list[str | None]:
 
 
 def _allreduce_call(tensors: Sequence[Any], name: str | None, options: ReductionOptions, is_grouped: bool) -> Call:
-    return Call(
-        "allreduce",
-        tensors,
-        lambda given: _enqueue_allreduce(
-            given, [empty_result(tensor) for tensor in given], name, options, is_grouped=is_grouped
-        ),
-        lambda operation: list(operation.outputs),
-        [tensor.dtype for tensor in tensors],
-        [tensor.shape for tensor in tensors],
-    )
+    def submit(given: list[Tensor]) -> int:
+        outputs = [empty_result(tensor) for tensor in given]
+        return _enqueue_allreduce(given, outputs, name, options, is_grouped=is_grouped)
+
+    return Call("allreduce", tensors, submit)
 
 
 @not_rewritten
@@ -236,15 +236,12 @@ def _reducescattered(
 
     def forward(*packed: Any) -> list[Any]:
         full_name = operation_name("reducescatter", name, packed, ignore_name_scope)
-        call = Call(
-            "reducescatter",
-            packed,
-            lambda given: _enqueue_reducescatter(given, full_name, options, is_grouped=is_grouped),
-            lambda operation: list(operation.outputs),
-            [tensor.dtype for tensor in packed],
-            [_shape_of_own_rows(tensor) for tensor in packed],
-        )
-        return run([call])[0]
+        shapes = [_with_any_rows(tensor, "reducescatter") for tensor in packed]
+
+        def submit(given: list[Tensor]) -> int:
+            return _enqueue_reducescatter(given, full_name, options, is_grouped=is_grouped)
+
+        return run([Call("reducescatter", packed, submit, shapes=shapes)])
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
         # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
@@ -257,13 +254,11 @@ def _reducescattered(
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
-def _shape_of_own_rows(tensor: Any) -> Any:
-    shape = tensor.shape
-    if shape.rank is None:
-        return shape
-    if shape.rank == 0:
-        raise ValueError("reducescatter needs a tensor with at least one dimension, along which it is split.")
-    return tf.TensorShape([None, *shape[1:]])
+def _with_any_rows(tensor: Any, kind: str) -> Any:
+    """Returns the shape of the tensor, with an unknown number of rows."""
+    if tensor.shape.rank == 0:
+        raise ValueError(f"{kind} needs a tensor with at least one dimension, along which ranks share it.")
+    return tensor.shape if tensor.shape.rank is None else [None, *tensor.shape[1:]]
 
 
 # ---- allgather ----
@@ -296,13 +291,8 @@ def grouped_allgather(
 def _allgathered(
     tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet, *, is_grouped: bool
 ) -> list[Any]:
-    given_tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    if any(tensor.shape.rank == 0 for tensor in given_tensors):
-        raise ValueError("allgather needs a tensor with at least one dimension, along which ranks are concatenated.")
-
     def forward(*given: Any) -> list[Any]:
         full_name = operation_name("allgather", name, given, ignore_name_scope)
-        unknown = [tensor.shape if tensor.shape.rank is None else [None, *tensor.shape[1:]] for tensor in given]
         call = Call(
             "allgather",
             given,
@@ -310,9 +300,9 @@ def _allgathered(
             # The last result is the number of rows of each rank, per tensor.
             lambda operation: [*operation.outputs, torch.tensor(operation.sizes, dtype=torch.int64)],
             [*[tensor.dtype for tensor in given], tf.int64],
-            [*unknown, [len(given), None]],
+            [*[_with_any_rows(tensor, "allgather") for tensor in given], [len(given), None]],
         )
-        return run([call])[0]
+        return run([call])
 
     def backward(results: list[Any], gradients: list[Any]) -> list[Any]:
         sizes = results[-1]
@@ -323,21 +313,17 @@ def _allgathered(
             own.append(gradient[start : start + sizes[number, place]])
         return own
 
-    return differentiable(forward, backward, given_tensors)[:-1]
+    return differentiable(forward, backward, [tf.convert_to_tensor(tensor) for tensor in tensors])[:-1]
 
 
 # ---- broadcast ----
 
 
 def _broadcast_call(tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Call:
-    return Call(
-        "broadcast",
-        [tensor],
-        lambda given: _enqueue_broadcast(given[0], empty_result(given[0]), root_rank, name, process_set),
-        lambda operation: list(operation.outputs),
-        [tensor.dtype],
-        [tensor.shape],
-    )
+    def submit(given: list[Tensor]) -> int:
+        return _enqueue_broadcast(given[0], empty_result(given[0]), root_rank, name, process_set)
+
+    return Call("broadcast", [tensor], submit)
 
 
 @not_rewritten
@@ -352,7 +338,7 @@ def broadcast(
 
     def forward(given: Any) -> list[Any]:
         full_name = operation_name("broadcast", name, [given], ignore_name_scope)
-        return run([_broadcast_call(given, root_rank, full_name, process_set)])[0]
+        return run([_broadcast_call(given, root_rank, full_name, process_set)])
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
         averaged = _averaged(gradients, process_set)
@@ -376,7 +362,7 @@ def broadcast_(
         return []
     base = operation_name("broadcast_", name or "HorovodBroadcastInplace", values)
     calls = [_broadcast_call(value, root_rank, f"{base}.{place}", process_set) for place, value in enumerate(values)]
-    received = [result for (result,) in run(calls)]
+    received = run(calls)
     assigned = [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
     if tf.executing_eagerly():
         return received
@@ -415,11 +401,11 @@ def alltoall(
             [given, sent],
             # No splits means equal parts.
             lambda both: alltoall_async(both[0], both[1] if both[1].numel() else None, full_name, process_set),
-            lambda operation: list(operation.result),
+            lambda operation: operation.result,
             [given.dtype, tf.int32],
             [shape, [None]],
         )
-        return run([call])[0]
+        return run([call])
 
     def backward(results: list[Any], gradients: list[Any]) -> list[Any]:
         gradient, _ = alltoall(gradients[0], splits=results[1], process_set=process_set)

@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.basics import init, rank, shutdown
 from horovod.common.elastic import ObjectState, reset, run_fn
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.lifecycle import init, rank, shutdown
 from horovod.tensorflow.functions import broadcast_object, broadcast_object_fn, broadcast_variables
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]

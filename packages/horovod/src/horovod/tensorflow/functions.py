@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from horovod.collectives.exchanges import allgather as allgather_of_torch
+from horovod.collectives.operations import allgather as allgather_of_torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.bridge import not_rewritten

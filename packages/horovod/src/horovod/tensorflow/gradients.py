@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -62,48 +61,39 @@ def with_options(wrapped: str, options: str) -> Callable[[Callable[..., Any]], C
     return decorate
 
 
-def reducer_of(
-    name: str,
-    *,
-    compression: Any,
-    sparse_as_dense: bool,
-    op: int,
-    gradient_predivide_factor: float,
-    groups: Any,
-    process_set: ProcessSet,
-    scale_local_gradients: bool,
-    num_groups: int = 0,
-    **_: Any,
-) -> "GradientReducer":
-    """Returns the reducer for the options of a tape or an optimizer; options that do not concern it are left out."""
-    groups = groups_of_options(op, gradient_predivide_factor, num_groups, groups, stacklevel=4)
-    if groups is not None and not (isinstance(groups, list) or groups > 0):
-        raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
-    return GradientReducer(
-        name, compression, sparse_as_dense, op, gradient_predivide_factor, groups, process_set, scale_local_gradients
-    )
-
-
 def variable_key(variable: Any) -> int:
     """Returns a number that identifies a variable of TensorFlow, or of Keras, which wraps one."""
     value = getattr(variable, "value", None)
     return id(variable if value is None or callable(value) else value)
 
 
-@dataclass
 class GradientReducer:
     """Combines lists of gradients over ranks."""
 
-    name: str
-    compression: Any
-    sparse_as_dense: bool
-    op: int
-    gradient_predivide_factor: float
-    groups: Any
-    process_set: ProcessSet
-    scale_local_gradients: bool = True
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        compression: Any,
+        sparse_as_dense: bool,
+        op: int,
+        gradient_predivide_factor: float,
+        groups: Any,
+        process_set: ProcessSet,
+        scale_local_gradients: bool,
+        num_groups: int = 0,
+        **_: Any,
+    ) -> None:
+        """Takes the options of a tape or an optimizer; those that do not concern the reduction are ignored."""
+        self.name, self.op, self.process_set = name, op, process_set
+        self.compression, self.sparse_as_dense = compression, sparse_as_dense
+        self.scale_local_gradients = scale_local_gradients
+        self.groups = groups_of_options(op, gradient_predivide_factor, num_groups, groups, stacklevel=4)
+        if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
+            raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+        # An average may be split: gradients are scaled by 1 / factor before the sum and by factor / size after it.
+        factor = gradient_predivide_factor if op == Average else 1.0
+        self._options = ReductionOptions(op, 1.0 / factor, factor, process_set)
         self._local: dict[int, Any] = {}
 
     def keep_local(self, variable: Any) -> None:
@@ -118,34 +108,25 @@ class GradientReducer:
             results = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in results]
         is_local = [variable_key(variable) in self._local for variable in variables]
         shared = [i for i, gradient in enumerate(results) if gradient is not None and not is_local[i]]
-        name = self._unique_name()
+        name = f"{self.name}_Allreduce"
+        if not tf.executing_eagerly():
+            name = str(tf.compat.v1.get_default_graph().unique_name(name))
         sparse = [i for i in shared if isinstance(results[i], tf.IndexedSlices)]
         units = self._units([i for i in shared if i not in sparse], variables)
-        options = ReductionOptions(self.op, *self._factors(), self.process_set)
         if units:
             # All of a step as one node of the graph: nodes that run Python cost more than what several batches could hide.
             reduced = reduce_units(
                 [[results[i] for i in unit] for unit in units],
                 lambda _: [f"{name}.{unit[0]}" for unit in units],
                 self.compression,
-                options,
+                self._options,
                 is_grouped=self.groups is not None,
             )
             for place, result in zip([i for unit in units for i in unit], reduced, strict=True):
                 results[place] = result
         for i in sparse:
-            results[i] = sparse_allreduce(results[i], options, f"{name}.{i}")
+            results[i] = sparse_allreduce(results[i], self._options, f"{name}.{i}")
         return [self._scaled(g) if is_local[i] and g is not None else g for i, g in enumerate(results)]
-
-    def _unique_name(self) -> str:
-        name = f"{self.name}_Allreduce"
-        return name if tf.executing_eagerly() else str(tf.compat.v1.get_default_graph().unique_name(name))
-
-    def _factors(self) -> tuple[float, float]:
-        """Splits the average: gradients are scaled by 1 / factor before the sum and by factor / size after it."""
-        if self.op != Average:
-            return 1.0, 1.0
-        return 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
 
     def _scaled(self, gradient: Any) -> Any:
         """Makes the gradient of a local variable comparable with those that are averages over ranks."""
@@ -219,7 +200,7 @@ def DistributedGradientTape(gradtape: Any, **options: Any) -> Any:
 
     groups: number of groups of gradients that are reduced together, or a list of lists of variables.
     """
-    reducer = reducer_of("DistributedGradientTape", **options)
+    reducer = GradientReducer("DistributedGradientTape", **options)
     base = type(gradtape)
     distributed: Any = type(base.__name__, (_DistributedTape, base), {})
     tape = distributed.__new__(distributed)
@@ -269,7 +250,7 @@ def DistributedOptimizer(optimizer: Any, *, name: str | None, use_locking: bool,
     if options["backward_passes_per_step"] > 1:
         raise ValueError("backward_passes_per_step > 1 needs a Keras optimizer, not a tf.compat.v1.train optimizer.")
     name = name or f"Distributed{type(optimizer).__name__}"
-    return _DistributedOptimizer(optimizer, name, use_locking, reducer_of(name, **options))
+    return _DistributedOptimizer(optimizer, name, use_locking, GradientReducer(name, **options))
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):

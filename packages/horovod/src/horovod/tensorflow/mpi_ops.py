@@ -6,9 +6,9 @@ import tensorflow as _tf
 
 from horovod.collectives import handles as _handles
 from horovod.collectives.handles import handle_average_backwards_compatibility
+from horovod.common.basics import *
 from horovod.common.basics import _basics
 from horovod.common.exceptions import *
-from horovod.common.lifecycle import *
 from horovod.common.process_sets import *
 from horovod.engine.job import current as _current
 from horovod.engine.kinds import *

@@ -10,11 +10,10 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from horovod.collectives.exchanges import allgather, broadcast_, broadcast_async_
 from horovod.collectives.handles import synchronize
-from horovod.common.basics import _basics
+from horovod.collectives.operations import allgather, broadcast_, broadcast_async_
+from horovod.common.basics import _basics, rank
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.lifecycle import rank
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.job import current
 from megaclass_launch.errors import LaunchError
@@ -168,7 +167,7 @@ class _Envelope:
         self._secret = job.meeting.secret
         self._is_trusted = bool(self._secret) or job.meeting.size == 1
         # Counted on every rank alike: ranks exchange the objects of one name in the same order.
-        number = job.next_object(process_set.process_set_id, name)
+        number = job.count(f"object {name}", process_set.process_set_id)
         self._identity = f"{process_set.process_set_id} {number} {name}"
 
     def sealed(self, obj: Any, sender: int) -> Tensor:
@@ -191,7 +190,7 @@ class _Envelope:
 
 def _object_name(process_set: ProcessSet) -> str:
     """Returns a name with a running number. Horovod uses the object's type, and hangs if it differs between ranks."""
-    return f"object.{current.running().next_object(process_set.process_set_id, '')}"
+    return f"object.{current.running().count('object ', process_set.process_set_id)}"
 
 
 def _plain_dumps(obj: Any) -> bytes:

@@ -9,14 +9,12 @@ This module has the names in `__all__` of the modules it imports, and two that H
 
 import typing as _typing
 
-from horovod.collectives.allreduce import *
-from horovod.collectives.exchanges import *
 from horovod.collectives.handles import *
 from horovod.collectives.handles import handle_average_backwards_compatibility
-from horovod.collectives.reducescatter import *
+from horovod.collectives.operations import *
+from horovod.common.basics import *
 from horovod.common.basics import _basics
 from horovod.common.exceptions import *
-from horovod.common.lifecycle import *
 from horovod.common.process_sets import *
 from horovod.engine.kinds import *
 

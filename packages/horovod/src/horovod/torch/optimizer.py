@@ -9,7 +9,7 @@ created for either. There are two kinds, with a common part: names of the reduct
 How a gradient gets through a step of the first kind:
 
     backward computes it -> hook: _gradient_is_ready() -> after backward_passes_per_step passes: _submit()
-    -> alone (first step), in a batch, or when its group is complete -> _reduce() or _reduce_group(): a handle
+    -> alone (first step), in a batch, or when its group is complete -> _reduce(): a handle
     step() or synchronize(): submits parameters that have none yet -> waits for all handles -> _store() writes the results
 """
 
@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod.collectives.allreduce import _enqueue_allreduce, allreduce_async_, grouped_allreduce_async_
 from horovod.collectives.compression import Compression, wire_of
-from horovod.collectives.exchanges import sparse_allreduce_async
-from horovod.collectives.handles import ReductionOptions, groups_of_options, synchronize
+from horovod.collectives.handles import ReductionOptions, group_of, groups_of_options, synchronize
+from horovod.collectives.operations import _enqueue_allreduce, allreduce_async_, sparse_allreduce_async
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.job import current
@@ -53,8 +52,8 @@ class Reduction:
 
     handle: Any = None
     """For synchronize(), or the function that sparse_allreduce_async() returned; None while it is not submitted yet."""
-    contexts: Any = None
-    """For decompress(): one context, or one for each member of a group."""
+    contexts: Sequence[Any] | None = None
+    """For decompress(), one for each gradient; None if they arrive decompressed."""
 
 
 class DistributedBase:
@@ -94,7 +93,6 @@ class DistributedBase:
                     self._allreduce_delay.setdefault(parameter, self.backward_passes_per_step)
                     self._requires_update.add(parameter)
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook())
-                    self._add_parameter(parameter)
 
     def _hook(self) -> Callable[[Tensor], None]:
         # A weak reference: the hook must not keep an optimizer alive that the script has replaced, and which would go on
@@ -108,14 +106,10 @@ class DistributedBase:
 
         return hook
 
-    def _add_parameter(self, parameter: Tensor) -> None:
-        raise NotImplementedError
-
     def _gradient_is_ready(self, parameter: Tensor) -> None:
-        reduction = self._handles.get(parameter)
-        is_sent = reduction is not None and reduction.handle is not None
+        reduction = self._handles.get(parameter) or self._handles.get(self._group_of(parameter))
         # Its gradient is being reduced in place: adding to it now would corrupt the result.
-        if (is_sent or self._is_in_sent_group(parameter)) and self._allreduce_delay[parameter] <= 0:
+        if reduction is not None and reduction.handle is not None and self._allreduce_delay[parameter] <= 0:
             raise AssertionError(_TOO_MANY_PASSES)
         assert parameter.grad is not None and not parameter.grad.requires_grad
         assert self._allreduce_delay[parameter] > 0, _TOO_MANY_PASSES
@@ -125,8 +119,9 @@ class DistributedBase:
         else:
             self._handles[parameter] = Reduction()
 
-    def _is_in_sent_group(self, parameter: Tensor) -> bool:
-        return False
+    def _group_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """Returns the group that the parameter is reduced with; empty if it is reduced under its own name."""
+        return ()
 
     def _submit(self, parameter: Tensor) -> None:
         raise NotImplementedError
@@ -187,8 +182,6 @@ class _DistributedOptimizer(DistributedBase):
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         self._groups = checked_groups(groups)
-        self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
-        self._num_ready: dict[tuple[Tensor, ...], int] = {}
         self._is_reducing = bool(process_set.included()) and _basics.size() > 1
         self._batches = GradientBatches(current.running().settings.fusion_threshold)
         if self._is_reducing:
@@ -213,16 +206,10 @@ class _DistributedOptimizer(DistributedBase):
             assert self._groups is not None
             parts = [even_part(len(parameters), part, self._groups) for part in range(self._groups)]
             formed = [tuple(parameters[part.start : part.stop]) for part in parts]
-        for group in formed:
-            if group:
-                self._num_ready[group] = 0
-                for parameter in group:
-                    self._group_of[parameter] = group
+        self._batches.fix([group for group in formed if group])
 
-    def _add_parameter(self, parameter: Tensor) -> None:
-        if self._groups is not None and parameter not in self._group_of:
-            self._group_of[parameter] = (parameter,)
-            self._num_ready[parameter,] = 0
+    def _group_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self._batches.batch_of(parameter)) if self._groups is not None else ()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._handles = {}
@@ -232,68 +219,57 @@ class _DistributedOptimizer(DistributedBase):
         self.set_backward_passes_per_step(self.backward_passes_per_step)
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def _is_in_sent_group(self, parameter: Tensor) -> bool:
-        group = self._group_of.get(parameter)
-        return group is not None and group in self._handles
-
     def _submit(self, parameter: Tensor) -> None:
-        if self._groups is None:
-            self._handles[parameter] = Reduction()
-            is_planned = parameter in self._batches
-            ready = self._batches.arrive(parameter)
-            if is_planned:
-                # Empty until the batch is complete.
-                self._submit_together(ready)
-            else:
-                # In the first step the order is unknown; the controller waits a cycle for further gradients to fuse.
-                self._handles[parameter] = self._reduce(parameter)
-            return
-        group = self._group_of[parameter]
-        self._num_ready[group] += 1
-        if self._num_ready[group] < len(group):
-            self._handles[parameter] = Reduction()
-            return
-        self._num_ready[group] = 0
-        # One entry for the group replaces those that only counted its members.
-        for member in group:
-            self._handles.pop(member, None)
-        self._handles[group] = self._reduce_group(group)
+        self._handles[parameter] = Reduction()
+        is_planned = parameter in self._batches
+        # Empty until the batch or the group is complete.
+        ready = self._batches.arrive(parameter)
+        if self._groups is not None and ready:
+            # One entry for the group replaces those that only counted its members.
+            for member in ready:
+                self._handles.pop(member, None)
+            self._handles[tuple(ready)] = self._reduce(ready, is_grouped=True)
+        elif is_planned:
+            self._submit_together(ready)
+        elif self._groups is None:
+            # In the first step the order is unknown; the controller waits a cycle for further gradients to fuse.
+            self._handles[parameter] = self._reduce([parameter])
 
-    def _submit_together(self, parameters: list[Tensor]) -> None:
+    def _submit_together(self, parameters: Sequence[Tensor]) -> None:
         if parameters:
             with current.running().controller.together():
                 for parameter in parameters:
-                    self._handles[parameter] = self._reduce(parameter)
+                    self._handles[parameter] = self._reduce([parameter])
 
-    def _reduce(self, parameter: Tensor) -> Reduction:
-        if parameter.grad is None:
-            # Branches of a model may differ between ranks: another rank may have computed this gradient.
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        name = self._parameter_names[parameter]
-        gradient = parameter.grad
-        if gradient.is_sparse:
-            if not self.sparse_as_dense:
-                return Reduction(sparse_allreduce_async(gradient, name, self.op, self.process_set))
-            gradient = gradient.to_dense()
-        gradient = gradient.contiguous()
+    def _reduce(self, parameters: Sequence[Tensor], *, is_grouped: bool = False) -> Reduction:
+        """Submits the gradients of these parameters under the name of the first one."""
+        name = self._parameter_names[parameters[0]]
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                # Branches of a model may differ between ranks: another rank may have computed this gradient.
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            gradient = parameter.grad
+            if gradient.is_sparse and not is_grouped:
+                if not self.sparse_as_dense:
+                    return Reduction(sparse_allreduce_async(gradient, name, self.op, self.process_set))
+                gradient = gradient.to_dense()
+            gradients.append(gradient.contiguous())
         # As in Horovod, f divides before and multiplies after the sum; Average itself divides by the number of ranks.
         before, after = 1.0, 1.0
-        if self.op == Average:
+        if self.op == Average and not is_grouped:
             before, after = 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
-        wire = wire_of(self._compression, gradient) if self.op in (Average, Sum) else ""
-        packed, context = (gradient, None) if wire else self._compression.compress(gradient)
-        options = ReductionOptions(self.op, before, after, self.process_set, wire)
+        # An operation has one wire format; if the gradients differ in it, compress() is called for each of them instead.
+        wires = {wire_of(self._compression, gradient.dtype, self.op) for gradient in gradients}
+        wire = wires.pop() if len(wires) == 1 else ""
+        contexts: list[Any] | None = None
+        if not wire:
+            pairs = [self._compression.compress(gradient) for gradient in gradients]
+            gradients, contexts = [packed for packed, _ in pairs], [context for _, context in pairs]
         # One list for both: enqueue() recognises an operation in place by it.
-        tensors = [packed]
-        return Reduction(_enqueue_allreduce(tensors, tensors, name, options), context)
-
-    def _reduce_group(self, group: tuple[Tensor, ...]) -> Reduction:
-        gradients = [_gradient(parameter).contiguous() for parameter in group]
-        packed, contexts = zip(*[self._compression.compress(gradient) for gradient in gradients], strict=True)
-        handle = grouped_allreduce_async_(
-            list(packed), name=self._parameter_names[group[0]], op=self.op, process_set=self.process_set
-        )
-        return Reduction(handle, contexts)
+        tensors = group_of(gradients)
+        options = ReductionOptions(self.op, before, after, self.process_set, wire)
+        return Reduction(_enqueue_allreduce(tensors, tensors, name, options, is_grouped=is_grouped), contexts)
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Call it before clipping, with skip_synchronize() around step()."""
@@ -304,19 +280,17 @@ class _DistributedOptimizer(DistributedBase):
             self._register_hooks()
         self._submit_missing()
         for key, reduction in self._handles.items():
-            if isinstance(key, tuple):
-                outputs = synchronize(reduction.handle)
-                for parameter, output, context in zip(key, outputs, reduction.contexts, strict=True):
-                    self._store(parameter, self._compression.decompress(output, context))
-            elif callable(reduction.handle):
+            if callable(reduction.handle):
                 self._store(key, reduction.handle())
-            else:
-                output = synchronize(reduction.handle)
-                # A gradient that was compressed on the wire arrives decompressed.
-                plain = reduction.contexts is None and wire_of(self._compression, output)
-                self._store(key, output if plain else self._compression.decompress(output, reduction.contexts))
-        for group in self._num_ready:
-            self._num_ready[group] = 0
+                continue
+            parameters = key if isinstance(key, tuple) else (key,)
+            outputs = synchronize(reduction.handle)
+            outputs = outputs if isinstance(key, tuple) else (outputs,)
+            if reduction.contexts is not None:
+                pairs = zip(outputs, reduction.contexts, strict=True)
+                outputs = [self._compression.decompress(output, context) for output, context in pairs]
+            for parameter, output in zip(parameters, outputs, strict=True):
+                self._store(parameter, output)
         self._handles.clear()
         self._batches.end_step()
         self._synchronized = True
@@ -383,47 +357,15 @@ def checked_groups(groups: int | Sequence[Sequence[Tensor]] | None) -> Any:
     return groups
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
 class _DistributedAdasumOptimizer(DistributedBase):
     """Lets every rank make its own step and combines the changes of the weights by Adasum."""
 
     def _set_up(self) -> None:
-        self._starts: dict[Tensor, Tensor] = {}
         self._register_hooks()
 
-    def _add_parameter(self, parameter: Tensor) -> None:
-        self._starts[parameter] = torch.zeros_like(parameter)
-
     def _submit(self, parameter: Tensor) -> None:
-        self._handles[parameter] = self._reduce(parameter)
-
-    @torch.no_grad()
-    def _reduce(self, parameter: Tensor) -> Reduction:
-        """Steps this parameter alone and submits its change.
-
-        Until step() has added the combined change to `_starts`, the parameter holds its own change instead of its value.
-        """
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        groups = [group["params"] for group in self.param_groups]
-        # Every other parameter is hidden from the wrapped optimizer for the duration of this step.
-        for group in self.param_groups:
-            group["params"] = [parameter] if any(parameter is other for other in group["params"]) else []
-        start = self._starts[parameter]
-        start.copy_(parameter)
-        try:
-            self.step_without_reduction()
-        finally:
-            for group, parameters in zip(self.param_groups, groups, strict=True):
-                group["params"] = parameters
-        parameter.sub_(start)
-        packed, context = self._compression.compress(parameter.detach().contiguous())
-        handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
-        return Reduction(handle, context)
+        # There is nothing to send before this rank's own step.
+        self._handles[parameter] = Reduction()
 
     def synchronize(self) -> None:
         """Does nothing: step() waits for the changes itself."""
@@ -436,16 +378,31 @@ class _DistributedAdasumOptimizer(DistributedBase):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
         self._register_hooks()
+        wanted = self._requires_update | set(self._handles)
+        groups = [group["params"] for group in self.param_groups]
+        # All other parameters are hidden from the wrapped optimizer for the duration of this step.
         for group in self.param_groups:
-            for parameter in group["params"]:
-                reduction = self._handles.get(parameter)
-                is_sent = reduction is not None and reduction.handle is not None
-                if parameter in self._requires_update and not is_sent:
-                    self._handles[parameter] = self._reduce(parameter)
+            group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
+        # In the order of param_groups, so all ranks submit them in the same order.
+        starts = {parameter: parameter.detach().clone() for group in self.param_groups for parameter in group["params"]}
+        for parameter in starts:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        try:
+            self.step_without_reduction()
+        finally:
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                group["params"] = parameters
+        pending = []
         with torch.no_grad():
-            for parameter, reduction in self._handles.items():
-                moved = self._compression.decompress(synchronize(reduction.handle), reduction.contexts)
-                parameter.copy_(self._starts[parameter] + moved.view_as(parameter))
+            for parameter, start in starts.items():
+                change = (parameter - start).contiguous()
+                packed, context = self._compression.compress(change)
+                handle = allreduce_async_(packed, name=self._parameter_names[parameter], op=Adasum)
+                pending.append((parameter, start, handle, context))
+            for parameter, start, handle, context in pending:
+                change = self._compression.decompress(synchronize(handle), context)
+                parameter.copy_(start + change.view_as(parameter))
                 self._allreduce_delay[parameter] = self.backward_passes_per_step
         self._handles.clear()
         return loss

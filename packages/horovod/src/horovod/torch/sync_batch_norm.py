@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from horovod.collectives.allreduce import allreduce_
+from horovod.collectives.operations import allreduce_
 from horovod.engine.kinds import Sum
 from megaclass_launch.ranks import sync_batch_norm
 
@@ -29,4 +29,5 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         # Forward has an odd number of sums and backward an even one, so the two never share a name.
-        return allreduce_(sums, op=Sum, name=f"sync_batch_norm.{sums.numel()}")
+        total: Tensor = allreduce_(sums, op=Sum, name=f"sync_batch_norm.{sums.numel()}")
+        return total

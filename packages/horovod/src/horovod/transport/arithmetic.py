@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum
-from horovod.engine.messages import Request
+from horovod.engine.messages import ITEM_BYTES, Request
 from horovod.engine.operation import Operation
 from megaclass_launch.ranks.reused_memory import ReusedMemory
 
@@ -19,19 +19,8 @@ _SMALL_BYTES = 256 * 1024
 _LARGE_BYTES = 4 * 1024 * 1024
 _KEPT_BYTES = 256 * 1024 * 1024
 
-DTYPES = {
-    torch.uint8: "uint8",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.bool: "bool",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
-DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+DTYPE_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+DTYPES = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 COMBINE: dict[int, Callable[..., Tensor]] = {

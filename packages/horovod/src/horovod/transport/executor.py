@@ -33,6 +33,8 @@ _OPS = {
     Product: dist.ReduceOp.PRODUCT,
 }
 
+_MOST_VIEWS = 64
+
 
 class Executor:
     """Implements OperationRunner. An operation is None if this rank has joined and contributes zeros."""
@@ -45,6 +47,7 @@ class Executor:
         self._sets = sets
         # Memory that is used again, by dtype, device and use.
         self._buffers: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
+        self._views: dict[tuple[torch.dtype, torch.device, tuple[torch.Size, ...]], list[Tensor]] = {}
         # Rounding errors of compressed allreduces, by process set, name of the operation and number of the tensor.
         self._remainders: dict[tuple[int, str, int], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -172,22 +175,14 @@ class Executor:
 
     def allreduce(self, response: Response, operations: list[Operation | None]) -> None:
         first = response.requests[0]
-        devices = [operation.inputs[0].device for operation in operations if operation is not None]
         shown = [request.full_name for request in response.requests] if self._timeline.is_active else []
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-        for request, operation in zip(response.requests, operations, strict=True):
-            # A rank that has joined contributes zeros, and its results are not read.
-            if operation is not None:
-                inputs += operation.inputs
-                outputs += operation.outputs
-            else:
-                zeros = [
-                    torch.zeros(shape, dtype=DTYPE_BY_NAME[dtype], device=next(iter(devices), first.device))
-                    for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
-                ]
-                inputs += zeros
-                outputs += zeros
+        present = [operation for operation in operations if operation is not None]
+        if len(present) < len(operations):
+            device = present[0].inputs[0].device if present else torch.device(first.device)
+            pairs = zip(response.requests, operations, strict=True)
+            present = [operation or _zeros(request, device) for request, operation in pairs]
+        inputs = [tensor for operation in present for tensor in operation.inputs]
+        outputs = [tensor for operation in present for tensor in operation.outputs]
         names = [
             (request.process_set, request.name, number)
             for request in (response.requests if first.wire else ())
@@ -195,9 +190,10 @@ class Executor:
         ]
         # The tensors of a grouped operation may have several dtypes: they are reduced together by dtype, in the order of their
         # firsts. Adasum combines each tensor by itself.
-        alike = [(i, tensor.dtype) if first.op == Adasum else tensor.dtype for i, tensor in enumerate(inputs)]
-        for kind in dict.fromkeys(alike):
-            chosen = [i for i, other in enumerate(alike) if other == kind]
+        alike: dict[object, list[int]] = {}
+        for i, tensor in enumerate(inputs):
+            alike.setdefault(i if first.op == Adasum else tensor.dtype, []).append(i)
+        for chosen in alike.values():
             ours, out = [inputs[i] for i in chosen], [outputs[i] for i in chosen]
             if len(chosen) > 1 or (first.wire and ours[0].is_floating_point()):
                 self._reduce_together(ours, out, [names[i] for i in chosen] if names else [], first, shown)
@@ -236,7 +232,7 @@ class Executor:
         dtype = torch.float32 if is_compressed else inputs[0].dtype
         counts = [tensor.numel() for tensor in inputs]
         buffer = self._buffer(sum(counts), dtype, inputs[0].device, "fusion")
-        places = views_like(buffer, inputs)
+        places = self._places(buffer, inputs)
         with self._timeline.phase(shown, "MEMCPY_IN_FUSION_BUFFER"):
             torch._foreach_copy_(places, inputs)
         with self._timeline.phase(shown, f"{self._sets.transport(request)}_ALLREDUCE"):
@@ -297,7 +293,25 @@ class Executor:
         buffer = self._buffers.get((dtype, device, use))
         if buffer is None or buffer.numel() < count:
             buffer = self._buffers[dtype, device, use] = torch.empty(count, dtype=dtype, device=device)
+            self._views.clear()
         return buffer[:count]
+
+    def _places(self, buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns consecutive views of the fusion buffer in the shapes of the tensors."""
+        # Kept: making the views takes longer than copying small tensors, and a step repeats.
+        key = (buffer.dtype, buffer.device, tuple([tensor.shape for tensor in tensors]))
+        if key not in self._views:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = views_like(buffer, tensors)
+        return self._views[key]
+
+
+def _zeros(request: Request, device: torch.device) -> Operation:
+    """Returns the part of a rank that has joined: it contributes zeros, and its results are not read."""
+    pairs = zip(request.dtypes, request.shapes, strict=True)
+    tensors = [torch.zeros(shape, dtype=DTYPE_BY_NAME[dtype], device=device) for dtype, shape in pairs]
+    return Operation(request, tensors, tensors)
 
 
 def _deliver(operation: Operation, request: Request) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from horovod.common.settings import Settings
 from horovod.engine.messages import Request
 from horovod.engine.rendezvous import Meeting, new_group
-from megaclass_launch.elastic.worker import is_elastic
+from megaclass_launch.elastic import is_elastic
 from megaclass_launch.ranks.process_group import abort_nccl
 
 

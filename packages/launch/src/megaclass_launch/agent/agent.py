@@ -15,13 +15,13 @@ change with every generation.
 Everything happens in one thread, in `Agent._loop`; no field needs a lock. The parts and the state that each one owns:
 
     part or field       job                                            state, and who changes it
-    DriverConnection    messages from and to the driver, its loss      see driver_connection.py
+    DriverConnection    messages from and to the driver, its loss      see the class
     WorkerSetup         checks the host, makes the environments        interfaces of this host: check
     Rank0Ports          holds the ports for rank 0                     the held sockets: hold
-    WorkerChannels      messages with the workers of an elastic job    see worker_pipes.py
+    WorkerChannels      messages with the workers of an elastic job    see workers.py
     Supervisor          starts, signals, reaps and kills workers       the workers, the time of SIGKILL
     WorkerOutput        from the workers' pipes to the driver          the open pipes, and whether they are read
-    AgentCall           the function of horovod.run(), if there is one     its file: the driver's "call" messages
+    AgentCall           the function of a job that is a call             its file: the driver's "call" messages
     RankWatch           heartbeats, progress, stacks of ranks that hang    see rank_watch.py
     _is_ending          the workers were told to end                   _end; read by _is_over and _note_exits
     _helpers_until      time for helper processes to leave             _end_leftovers, once the last rank has ended
@@ -35,20 +35,183 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 
-from megaclass_launch.agent.driver_connection import DriverConnection, read_job
 from megaclass_launch.agent.orphan_killer import processes_of, send
 from megaclass_launch.agent.rank_watch import RankWatch
 from megaclass_launch.agent.supervisor import Supervisor, Worker
-from megaclass_launch.agent.worker_pipes import WorkerChannels, WorkerOutput
-from megaclass_launch.agent.worker_setup import Rank0Ports, WorkerSetup
-from megaclass_launch.elastic.channel import FD_NAME as ELASTIC_FD
+from megaclass_launch.agent.workers import READ_BYTES, Rank0Ports, WorkerChannels, WorkerOutput, WorkerSetup
+from megaclass_launch.elastic import FD_NAME as ELASTIC_FD
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.operating_system import readable
 from megaclass_launch.placement import job_environment
 from megaclass_launch.signals import SignalQueue
 from megaclass_launch.wire.call import AgentCall
-from megaclass_launch.wire.protocol import Message, beat_interval, silence_limits
+from megaclass_launch.wire.protocol import (
+    MAX_LINE_BYTES,
+    Message,
+    MessageReader,
+    Outbox,
+    ProtocolError,
+    beat_interval,
+    encode,
+    greeting,
+    silence_limits,
+)
 from megaclass_launch.world import World
+
+# ---- the connection to the driver ----
+#
+#     connected --stdin ends, stdout is closed, silence, or bytes of no message -------> lost, for good
+#
+# The job comes in on stdin, messages to the driver go out on stdout. Neither blocks: a stopped driver must not stop the agent.
+# The connection never comes back: a driver that has lost an agent gives up its host, so the ranks must end. Everything happens
+# in the agent's one thread.
+#
+#     field              changed by                                       read by
+#     _heard_at          _on_stdin, for any byte                          check_silence, lost_at
+#     _is_connected      lose, once                                       lose: the first reason is reported; _send
+#     _unsent            _send, _write, lose                              is_full, is_empty, watch_room
+
+
+_QUEUE_BYTES = 4 << 20
+"""If more waits for the driver, the workers' pipes are not read: they wait, as for a slow terminal, and no memory grows."""
+_JOB_S = 30.0
+"""How long to wait for the job on stdin. ssh delivers it with the first packets, unless the cable was cut just then."""
+
+_logger = logging.getLogger("megaclass.launch")
+
+
+def read_job() -> tuple[Message | None, bytes]:
+    """Returns the first line of stdin and what came with it; None if the driver left before the line was complete."""
+    data = bytearray()
+    while (end := data.find(b"\n")) < 0:
+        # Limited: an agent whose driver died during the login would otherwise wait for its job forever.
+        is_there = readable([sys.stdin], _JOB_S)
+        more = os.read(sys.stdin.fileno(), READ_BYTES) if is_there else b""
+        if not more or len(data) > MAX_LINE_BYTES:
+            return None, b""
+        data += more
+    reader = MessageReader()
+    [(job, _)] = reader.feed(bytes(data[: end + 1]))
+    # Heartbeats, or the order to end, may have come in the same packet.
+    return job, bytes(data[end + 1 :])
+
+
+class DriverConnection:
+    """Reads the driver's messages from stdin and sends the agent's through stdout; both must be non-blocking.
+
+    silence_s: a driver that sends nothing for so long is lost. obey: carries out one message. on_lost: called
+    once, with whether the driver fell silent.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        silence_s: float,
+        obey: Callable[[Message], None],
+        on_lost: Callable[[bool], None],
+    ) -> None:
+        self._selector = selector
+        self._silence_s = silence_s
+        self._obey = obey
+        self._on_lost = on_lost
+        self._reader = MessageReader()
+        self._unsent = Outbox(partial(os.write, sys.stdout.fileno()))
+        self._is_connected = True
+        self._heard_at = time.monotonic()
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether the driver has been sent everything."""
+        return not self._unsent.num_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether so much waits that nothing more should be read from the workers."""
+        return self._unsent.num_bytes >= _QUEUE_BYTES
+
+    @property
+    def lost_at(self) -> float:
+        """Returns the time at which the driver is lost unless something arrives."""
+        return self._heard_at + self._silence_s
+
+    # ---- to the driver ----
+
+    def greet(self, token: str) -> None:
+        """Sends the token, by which the driver finds the start of the agent's own output after that of login scripts."""
+        self._send(greeting(token))
+
+    def say(self, message: Message, payload: bytes = b"") -> None:
+        """Sends a message; after the loss of the driver it is dropped."""
+        self._send(encode(message, payload))
+
+    def watch_room(self) -> None:
+        """Waits for room in the driver's pipe while something is queued."""
+        # Only then: a pipe with room would wake the selector all the time.
+        is_registered = sys.stdout.fileno() in self._selector.get_map()
+        if self.is_empty == is_registered:
+            if is_registered:
+                self._selector.unregister(sys.stdout)
+            else:
+                self._selector.register(sys.stdout, selectors.EVENT_WRITE, self._write)
+
+    def _send(self, data: bytes) -> None:
+        # The ends of the ranks are also reported after the loss of the driver, and then go nowhere.
+        if self._is_connected and not self._unsent.add(data):
+            self.lose("the driver has closed the pipe")
+
+    def _write(self) -> None:
+        if not self._unsent.write():
+            self.lose("the driver has closed the pipe")
+
+    # ---- from the driver ----
+
+    def listen(self) -> None:
+        """Has the selector call for what arrives on stdin."""
+        self._selector.register(sys.stdin, selectors.EVENT_READ, self._on_stdin)
+
+    def feed(self, data: bytes) -> None:
+        """Carries out the driver's messages in `data`."""
+        try:
+            for message, _ in self._reader.feed(data):
+                self._obey(message)
+        except ProtocolError as error:
+            self.lose(f"the driver sent something else than messages: {error}")
+
+    def check_silence(self, now: float) -> None:
+        """Counts the driver as lost if it has sent nothing for too long, not even heartbeats."""
+        if now - self._heard_at > self._silence_s:
+            self.lose(f"the driver has sent nothing for {now - self._heard_at:.1f} s", is_silent=True)
+
+    def lose(self, why: str, *, is_silent: bool = False) -> None:
+        """Counts the driver as lost, and reports the first reason."""
+        if self._is_connected:
+            self._is_connected = False
+            # No process reads it any more, and a full queue would keep the workers' pipes unread.
+            self._unsent.clear()
+            # The driver cannot be told any more; stderr may still reach a terminal or a log.
+            _logger.warning(f"{why}; ending its ranks")
+            self._on_lost(is_silent)
+
+    def _on_stdin(self) -> None:
+        try:
+            data = os.read(sys.stdin.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return
+        # An error means the same as the end of the stream: no message of the driver can arrive any more.
+        except OSError:
+            data = b""
+        if data:
+            # For any byte: a long message may take longer than the limit, and heartbeats wait behind it.
+            self._heard_at = time.monotonic()
+            self.feed(data)
+        else:
+            # An ended stream is always readable: the loop would spin until the ranks are gone.
+            self._selector.unregister(sys.stdin)
+            self.lose("the driver has ended")
+
 
 _HELPERS_S = 0.5
 """Time for helper processes (Python's resource tracker, say) to leave after the last rank."""
@@ -101,7 +264,7 @@ class Agent:
         self._watch = RankWatch(
             supervisor, self._say, host=job["host"], interval_s=interval_s, hang_timeout_s=hang_timeout_s
         )
-        self._call = AgentCall()
+        self._call: AgentCall | None = None
         self._is_ending = False
         self._helpers_until = 0.0
 
@@ -151,6 +314,7 @@ class Agent:
     def _carry_out(self, message: Message) -> None:
         match message.get("do"):
             case "call":
+                self._call = self._call or AgentCall()
                 self._call.add(message["data"])
             case "start":
                 self._start_workers(message)
@@ -245,7 +409,8 @@ class Agent:
         """
         page = self._watch.new_page(rank)
         inherited = self._watch.environment(rank)
-        with self._call.pipe() as (call_env, call_fds, result_fd):
+        no_call: tuple[dict[str, str], list[int], None] = {}, [], None
+        with self._call.pipe() if self._call else nullcontext(no_call) as (call_env, call_fds, result_fd):
             worker = self._supervisor.start(
                 rank,
                 self._job["command"],

@@ -1,7 +1,7 @@
 """The orphan killer: a process that kills the ranks of a host when their supervisor has died.
 
 Every worker carries its run's id in the environment, and so do the processes it starts, whatever sessions they open. The
-supervisor (of an agent, or of `megaclass train` with local ranks) starts this file as two processes, each of which holds
+supervisor (of an agent, or of a program that starts ranks itself) starts this file as two processes, each of which holds
 the reading end of a pipe. If the supervisor dies without a goodbye, or falls silent, they kill every process that carries
 the id. There are two, so killing the supervisor together with one of them leaves the other.
 

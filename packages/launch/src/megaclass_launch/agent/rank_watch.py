@@ -18,22 +18,19 @@ Used by the agent's one thread. Standard library only.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megaclass_launch.agent.supervisor import Supervisor, Worker
 from megaclass_launch.hang.record import keep_stacks, keep_verdict
 from megaclass_launch.hang.stacks import (
-    ANSWER_S,
     MAX_STACK_BYTES,
-    LookClock,
     RankReport,
     WatchedRank,
     abort_group,
     collect,
 )
-from megaclass_launch.hang.verdict import HangVerdict
-from megaclass_launch.rank_status import FD_NAME, HANG_TIMEOUT, StatusPage
+from megaclass_launch.rank_status import FD_NAME, HANG_TIMEOUT, LookClock, StatusPage
 from megaclass_launch.wire.protocol import Message
 
 _LOOK_S = 1.0
@@ -121,7 +118,7 @@ class RankWatch:
         if is_beat or (is_late and not self._is_late):
             message: Message = {"say": "status", "idle_s": now - max(status.progress_at for status in active)}
             if is_late:
-                message |= {"silent_s": now - late.progress_at, "is_training": late.step >= 0}
+                message |= {"silent_s": now - late.progress_at, "missing": late.missing, "setting": late.setting}
             self._say(message, b"")
         self._is_late = is_late
 
@@ -159,9 +156,8 @@ class RankWatch:
             read_stderr(rank)
             return bytes(self._aborted.get(rank, b""))
 
-        reports = collect(
-            watched, self._host, abort=abort if may_abort else None, aborted_output=printed, answer_s=ANSWER_S
-        )
+        since = self._clock.since(time.monotonic())
+        reports = collect(watched, self._host, abort=abort if may_abort else None, aborted_output=printed, since=since)
         # If the job continues, a rank is reported again when it has been late as long once more.
         self._clock.restart(time.monotonic())
         self._is_late = False
@@ -171,8 +167,7 @@ class RankWatch:
         if folder is not None and (kept := keep_stacks(folder, name, by_rank)) is not None:
             self._say({"say": "kept", "folder": str(kept)}, b"")
         for report in reports:
-            fields = {field: getattr(report, field) for field in _SENT}
-            self._say({"say": "stacks", **fields}, report.stacks.encode(errors="replace")[:MAX_STACK_BYTES])
+            self._say({"say": "stacks", **_sent(report)}, report.stacks.encode(errors="replace")[:MAX_STACK_BYTES])
             if not report.stacks:
                 self._show_output(report)
 
@@ -180,9 +175,7 @@ class RankWatch:
         """Writes the driver's verdict into the run folder, if the ranks of this host have one."""
         folder = self._run_folder()
         if folder is not None:
-            groups = tuple((tuple(ranks), text) for ranks, text in order["groups"])
-            verdict = HangVerdict(text=order["text"], suspects=tuple(order["ranks"]), groups=groups)
-            keep_verdict(folder, order["name"], order["text"], verdict, order["step"])
+            keep_verdict(folder, order["name"], order["text"], order["groups"], order["ranks"], order["step"])
 
     def _run_folder(self) -> Path | None:
         # The ranks of a job share it, but one that hangs early may not have written it into its page yet.
@@ -196,4 +189,6 @@ class RankWatch:
             self._say({"say": "output", "rank": report.rank, "stream": "stderr"}, printed)
 
 
-_SENT = ("rank", "pid", "state", "step", "phase", "detail", "main_thread", "waits_for", "file_wait", "package")
+def _sent(report: RankReport) -> Message:
+    # The driver knows the host, and the stacks follow the message as bytes.
+    return {field.name: getattr(report, field.name) for field in fields(report) if field.name not in ("host", "stacks")}

@@ -16,11 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaclass_launch.check.answers import connection_in, facts_in, listening_in, reached_in, rows_in, time_in
-from megaclass_launch.check.probe_client import ProbeClient
-from megaclass_launch.check.report import Finding, Report, bad, doubtful, good
-from megaclass_launch.check.rules import Facts, clock_finding, default_slots, difference_findings, host_findings
-from megaclass_launch.driver.ssh import SshSettings, agent_command, cause_and_advice, login_command
+from megaclass_launch.check.probe_client import ProbeClient, rows_in
+from megaclass_launch.check.rules import (
+    Facts,
+    Finding,
+    Report,
+    bad,
+    clock_finding,
+    default_slots,
+    difference_findings,
+    doubtful,
+    good,
+    host_findings,
+)
+from megaclass_launch.driver.ssh import SshSettings, address_in, agent_command, cause_and_advice, login_command
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
 from megaclass_launch.wire.protocol import ProtocolError
@@ -90,7 +99,7 @@ class _HostCheck:
         self.name = host.name
         self.findings: list[Finding] = []
         self.facts: Facts = {}
-        self.connection: list[str] = []
+        self.connection = ""
         """SSH_CONNECTION on that host: client address and port, server address and port."""
         self._settings = settings
         self._client: ProbeClient | None = None
@@ -110,12 +119,14 @@ class _HostCheck:
 
     def _collect_facts(self) -> None:
         begun = time.monotonic()
-        self._client = ProbeClient(agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe"))
+        self._client = ProbeClient(
+            self.host, agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe")
+        )
         hello = self._client.ask({"token": self._client.token}, self._settings.start_timeout_s)
         if hello is None:
             self._note_not_started()
             return
-        self.connection = connection_in(hello)
+        self.connection = hello["ssh"]
         if not self.host.is_local:
             took_s = time.monotonic() - begun
             self.findings.append(good("ssh", f"logs in without a prompt, in {took_s:.1f} s"))
@@ -125,7 +136,7 @@ class _HostCheck:
         if facts is None:
             self._note_not_started()
             return
-        self.facts = facts = facts_in(facts, self._settings.workdir)
+        self.facts = facts
         self.host = replace(self.host, slots=self.host.slots or default_slots(facts))
         self.findings += host_findings(facts, self.host.slots)
         if self._settings.interface is not None:
@@ -137,7 +148,8 @@ class _HostCheck:
 
     def close(self) -> None:
         if self._client is not None:
-            self._client.close()
+            self._client.wait(2.0)
+            self._client.close(kills_local=True)
 
     def _compare_clocks(self) -> None:
         assert self._client is not None
@@ -145,7 +157,7 @@ class _HostCheck:
         reply = self._client.ask({"ask": "time"}, self._settings.start_timeout_s)
         if reply is not None:
             doubt_s = (time.time() - asked_at) / 2
-            self.findings.append(clock_finding(time_in(reply) - asked_at - doubt_s, doubt_s))
+            self.findings.append(clock_finding(reply["time"] - asked_at - doubt_s, doubt_s))
 
     def _note_not_started(self) -> None:
         assert self._client is not None
@@ -182,7 +194,6 @@ def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: Threa
         for port in ports:
             try:
                 reply = host.ask({"ask": "listen", "port": port}, _REACH_S)
-                reply = listening_in(reply) if reply is not None else None
             except ProtocolError as error:
                 host.distrust(error)
                 continue
@@ -200,7 +211,6 @@ def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: Threa
             return
         try:
             reply = host.ask({"ask": "reach", "peers": named}, _REACH_S)
-            reply = reached_in(reply, [name for name, _, _ in named]) if reply is not None else None
         except ProtocolError as error:
             host.distrust(error)
             return
@@ -217,10 +227,9 @@ def _address(host: _HostCheck, hosts: Sequence[_HostCheck], settings: CheckSetti
     """Returns an address at which other hosts reach this one: the address that ssh connected to or came from."""
     if settings.interface is not None and settings.interface in host.facts.get("interfaces", ()):
         return str(host.facts["interfaces"][settings.interface][0])
-    if host.connection:
-        return host.connection[2]
-    others = [other.connection[0] for other in hosts if other.connection]
-    return others[0] if others else "127.0.0.1"
+    own = address_in(host.connection, 2)
+    others = (address_in(other.connection, 0) for other in hosts)
+    return own or next(filter(None, others), "127.0.0.1")
 
 
 def _reached(reply: Facts, own_address: str) -> list[Finding]:

@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megaclass_launch.network import bound_socket, interface_towards
 from megaclass_launch.operating_system import readable
-from megaclass_launch.rendezvous.addresses import interfaces
+from megaclass_launch.rendezvous.addresses import bound_socket, interface_towards, interfaces
 from megaclass_launch.versions import NOT_INSTALLED, installed_versions, same_code_packages
 from megaclass_launch.wire.protocol import encode, greeting
 

@@ -21,7 +21,7 @@ from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
 from megaclass_launch.wire.agent_messages import MAX_AGENT_LINE_BYTES, MAX_OUTPUT_BYTES, AgentMessageChecker
-from megaclass_launch.wire.protocol import Message, MessageReader, encode, greeting
+from megaclass_launch.wire.protocol import Message, MessageReader, Outbox, encode, greeting
 
 _READ_BYTES = 1 << 18
 _KEPT_STDERR_BYTES = 8192
@@ -41,28 +41,15 @@ class PipeState(Enum):
     """It ended or fell silent without saying that it is done; its ranks end by themselves."""
 
 
-class AgentPipe:
-    """A process, `ssh` or the local agent, with its three pipes, none of which ever blocks."""
+class PipedProcess:
+    """A process, `ssh` or one on this machine, with its three pipes, none of which ever blocks. reader: of its messages."""
 
-    def __init__(
-        self, host: Host, command: list[str], *, token: str, run_id: str, checker: AgentMessageChecker
-    ) -> None:
+    def __init__(self, host: Host, command: list[str], reader: MessageReader) -> None:
         self.host = host
-        self.run_id = run_id
-        """By its run id in the environment, an orphan killer recognises the processes of this agent."""
-        self.checker = checker
-        self.state = PipeState.STARTING
-        self.hello: Message = {}
-        self.ports: Message = {}
-        """Ports that the agent holds for the next generation with rank 0 on its host; empty once they are used."""
-        self.opened_at = self.heard_at = time.monotonic()
         self.stderr_text = ""
-        """The end of what ssh or the agent wrote to stderr."""
+        """The end of what it wrote to stderr."""
         self.has_closed_stderr = False
-        self._reader = MessageReader(
-            after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
-        )
-        self._unsent = bytearray()
+        self._reader = reader
         try:
             self.process = subprocess.Popen(
                 command,
@@ -74,64 +61,41 @@ class AgentPipe:
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(f"Cannot start {command[0]!r} for {self.name}: {error.strerror}.") from error
+            raise LaunchError(
+                f"Cannot start {command[0]!r} for {host.name}: {error.strerror}. Set --python to an existing Python."
+            ) from error
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
         # One thread serves all hosts: a host that does not read, or sends without end, must not stop the others.
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
-
-    @property
-    def name(self) -> str:
-        """Returns the host's name as the user gave it."""
-        return self.host.name
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in (PipeState.DONE, PipeState.LOST)
+        self._unsent = Outbox(partial(os.write, self.stdin.fileno()))
 
     @property
     def has_unsent(self) -> bool:
-        return bool(self._unsent)
+        return bool(self._unsent.num_bytes)
 
     def send(self, message: Message) -> None:
         """Queues a message and writes as much as the pipe takes now."""
-        # Never written past the queue: messages must stay in order, and a part of one may still wait here.
-        self._unsent += encode(message)
-        self.write()
+        if not self.stdin.closed:
+            self._unsent.add(encode(message))
 
     def write(self) -> None:
-        """Writes as much of the queue as the pipe takes. A reader that has gone is noticed at stdout."""
-        while self._unsent and not self.stdin.closed:
-            try:
-                written = os.write(self.stdin.fileno(), self._unsent)
-            except BlockingIOError:
-                return
-            # Not an error yet: messages of the agent may still wait in stdout, for example why it ended.
-            except BrokenPipeError:
-                self._unsent.clear()
-                return
-            del self._unsent[:written]
+        """Writes as much of the queue as the pipe takes."""
+        # That the reader is gone is noticed at stdout, where messages may still wait, for example why it ended.
+        if not self.stdin.closed:
+            self._unsent.write()
 
     def read(self) -> Iterator[tuple[Message, bytes]] | None:
-        """Returns the checked messages that arrived, or None at the end of the stream.
+        """Returns the messages that arrived, or None at the end of the stream.
 
-        Raises ProtocolError, also while iterating, for a message that no agent of this version sends.
+        Raises ProtocolError, also while iterating, for bytes that are not a message.
         """
         try:
             data = os.read(self.stdout.fileno(), _READ_BYTES)
         except BlockingIOError:
             return iter(())
-        if not data:
-            return None
-        # Any byte proves that the agent lives, not only its heartbeats.
-        self.heard_at = time.monotonic()
-        return self._checked(data)
-
-    def _checked(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
-        for message, payload in self._reader.feed(data):
-            # The state is read again for each message: handling the previous one may have changed it.
-            yield self.checker.checked(message, payload, is_running=self.state is PipeState.RUNNING), payload
+        return self._reader.feed(data) if data else None
 
     def read_stderr(self) -> bytes | None:
         """Returns the bytes that arrived on stderr, or None at its end."""
@@ -145,27 +109,69 @@ class AgentPipe:
         return data or None
 
     def hang_up(self) -> None:
-        """Closes stdin: an agent that still listens ends its ranks and leaves."""
+        """Closes stdin: a process that still listens ends what it has started and leaves."""
         with contextlib.suppress(OSError):
             self.stdin.close()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Closes stdin and returns the exit code of ssh or the local agent; None if it does not end in time."""
+        """Closes stdin and returns the exit code; None if the process does not end in time."""
         self.hang_up()
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
-    def close(self) -> None:
-        """Closes all pipes and kills ssh."""
+    def close(self, *, kills_local: bool = False) -> None:
+        """Closes all pipes and kills ssh. kills_local: and also a process of this machine."""
         self.hang_up()
-        # The local agent is never killed: it would be kept from ending its ranks. It sees that stdin is closed and leaves.
-        if self.process.poll() is None and not self.host.is_local:
+        # A local agent is never killed: it would be kept from ending its ranks. It sees that stdin is closed and leaves.
+        if self.process.poll() is None and (kills_local or not self.host.is_local):
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
         self.stdout.close()
         self.stderr.close()
+
+
+class AgentPipe(PipedProcess):
+    """An agent, as the driver has it. Its messages are checked."""
+
+    def __init__(
+        self, host: Host, command: list[str], *, token: str, run_id: str, checker: AgentMessageChecker
+    ) -> None:
+        self.run_id = run_id
+        """By its run id in the environment, an orphan killer recognises the processes of this agent."""
+        self.checker = checker
+        self.state = PipeState.STARTING
+        self.hello: Message = {}
+        self.ports: Message = {}
+        """Ports that the agent holds for the next generation with rank 0 on its host; empty once they are used."""
+        self.opened_at = self.heard_at = time.monotonic()
+        reader = MessageReader(
+            after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
+        )
+        super().__init__(host, command, reader)
+
+    @property
+    def name(self) -> str:
+        """Returns the host's name as the user gave it."""
+        return self.host.name
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (PipeState.DONE, PipeState.LOST)
+
+    def read(self) -> Iterator[tuple[Message, bytes]] | None:
+        """Returns the checked messages that arrived. ProtocolError also for one that no agent of this version sends."""
+        if (messages := super().read()) is None:
+            return None
+        # Any byte proves that the agent lives, not only its heartbeats.
+        self.heard_at = time.monotonic()
+        return self._checked(messages)
+
+    def _checked(self, messages: Iterator[tuple[Message, bytes]]) -> Iterator[tuple[Message, bytes]]:
+        for message, payload in messages:
+            # The state is read again for each message: handling the previous one may have changed it.
+            yield self.checker.checked(message, payload, is_running=self.state is PipeState.RUNNING), payload
 
 
 class AgentPipes:

@@ -7,16 +7,15 @@ an answer that cannot be read, is reported once, and the last good answer stands
 import contextlib
 import os
 import queue
-import selectors
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host, hosts_from_file, hosts_from_option
@@ -25,9 +24,7 @@ INTERVAL_S = 1.0
 _SCRIPT_S = 20.0
 """A script that takes longer is killed, and counts as failed."""
 _MAX_OUTPUT_BYTES = 1 << 20
-_READ_BYTES = 1 << 16
-_POLL_S = 0.1
-"""How often the end of a script is looked for whose output stays open."""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,60 +46,31 @@ class Source:
 
 def hosts_from_script(command: str, default_slots: int) -> list[Host]:
     """Runs the script, in a shell as horovodrun does, and parses its lines `host` or `host:slots`."""
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    # Files, not pipes: processes that the script leaves in the background may keep a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         # A session of its own, so what it started can be ended with it.
-        start_new_session=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    with process.stdout, process.stderr:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
         try:
-            out, err = _output_until_end(process, process.stdout, process.stderr)
+            ends_at = time.monotonic() + _SCRIPT_S
+            while process.poll() is None:
+                if max(os.fstat(file.fileno()).st_size for file in (out, err)) > _MAX_OUTPUT_BYTES:
+                    raise LaunchError(f"it printed more than {_MAX_OUTPUT_BYTES} bytes")
+                if time.monotonic() > ends_at:
+                    raise LaunchError(f"it did not end within {_SCRIPT_S:g} s")
+                time.sleep(_POLL_S)
         finally:
             # The whole group: the shell's children would otherwise run on, one more with every second.
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        texts = [os.pread(file.fileno(), _MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in (out, err)]
     if process.returncode:
-        last = err.decode(errors="replace").strip().splitlines()[-1:]
+        last = texts[1].strip().splitlines()[-1:]
         raise LaunchError(f"it ended with exit code {process.returncode}" + (f": {last[0]}" if last else ""))
-    return parse_lines(out.decode(errors="replace"), default_slots)
-
-
-def _output_until_end(
-    process: subprocess.Popen[bytes], stdout: IO[bytes], stderr: IO[bytes]
-) -> tuple[bytearray, bytearray]:
-    """Returns what the script has printed until it ended. Raises LaunchError if it takes too long or prints too much.
-
-    Not communicate(): that keeps all output in memory, and waits for processes in the background that inherited the pipes.
-    """
-    ends_at = time.monotonic() + _SCRIPT_S
-    found = {stdout.fileno(): bytearray(), stderr.fileno(): bytearray()}
-    out, err = found.values()
-    with selectors.DefaultSelector() as selector:
-        for file in found:
-            selector.register(file, selectors.EVENT_READ)
-        while True:
-            # Asked before the pipes are: what was written before the end is then certainly found below.
-            has_ended = process.poll() is not None
-            ready = selector.select(0 if has_ended else _POLL_S)
-            if has_ended and not ready:
-                return out, err
-            for key, _ in ready:
-                data = os.read(key.fd, _READ_BYTES)
-                if not data:
-                    selector.unregister(key.fd)
-                found[key.fd] += data
-            if len(out) > _MAX_OUTPUT_BYTES:
-                raise LaunchError(f"it printed more than {_MAX_OUTPUT_BYTES} bytes")
-            # Only the last line of its errors is shown.
-            del err[:-_READ_BYTES]
-            if not has_ended and time.monotonic() > ends_at:
-                raise LaunchError(f"it did not end within {_SCRIPT_S:g} s")
+    return parse_lines(texts[0], default_slots)
 
 
 def parse_lines(text: str, default_slots: int) -> list[Host]:

@@ -30,16 +30,14 @@ from dataclasses import asdict
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
 from megaclass_launch.driver.discovery import DiscoveryAnswer
-from megaclass_launch.driver.job import Generation, JobState, Open, RunningGeneration
+from megaclass_launch.driver.job import Generation, JobState, Open, RunningGeneration, WorkerRecord, named
 from megaclass_launch.driver.job_end import end, end_after_failure, order_end
 from megaclass_launch.driver.outcome import Outcome, Reason
-from megaclass_launch.driver.rank_table import WorkerRecord, named
 from megaclass_launch.driver.start import drop_starting, new_generation, start_workers
-from megaclass_launch.elastic.worker import Why
 from megaclass_launch.exit_codes import EXIT_USER_ERROR
 from megaclass_launch.hosts import Host
 from megaclass_launch.placement import worlds_of
-from megaclass_launch.wire.protocol import Message
+from megaclass_launch.wire.protocol import Message, Why
 from megaclass_launch.world import World
 
 _LEAVE_S = 10.0

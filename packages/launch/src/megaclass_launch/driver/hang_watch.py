@@ -2,11 +2,12 @@
 
     watching --a rank is late, or nothing moves for --hang-timeout--> asking --all answered, or ASK_S passed--> verdict
        ^                                                                                                       |
+       +--- the step that was late has finished meanwhile: nothing <-------------------------------------------+
        +--- late by its own limit, and no rank waits for another: a report, and the job continues <------------+
        +--- elastic: the ranks leave the generation, and those that do not are killed <------------------------+----> end
 
-A rank itself reports that it is late: `megaclass train` knows how long a step takes, hvd how long a collective may take. With
---hang-timeout, progress is what any rank prints, a finished step, or a finished collective of hvd.
+A rank itself reports that it is late, because it knows how long its step or its collective may take, and gives the words for
+the message. With --hang-timeout, progress is what any rank prints, a finished step, or a finished collective.
 
 In an elastic job the watch looks at the members of the generation that trains: ranks that wait for others at the rendezvous
 do not hang. Before the first generation it treats the job as one that is not elastic.
@@ -23,13 +24,12 @@ do not hang. Before the first generation it treats the job as one that is not el
 import time
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.job import JobState
+from megaclass_launch.driver.job import JobState, WorkerRecord
 from megaclass_launch.driver.job_end import end, note_failure
 from megaclass_launch.driver.outcome import Outcome, Reason
-from megaclass_launch.driver.rank_table import WorkerRecord
 from megaclass_launch.exit_codes import EXIT_HUNG
 from megaclass_launch.hang.record import new_name
-from megaclass_launch.hang.stacks import LookClock, RankReport
+from megaclass_launch.hang.stacks import RankReport, has_passed
 from megaclass_launch.hang.verdict import (
     HangVerdict,
     describe_groups,
@@ -38,9 +38,10 @@ from megaclass_launch.hang.verdict import (
     slow_sentence,
     steps_done,
 )
+from megaclass_launch.rank_status import LookClock
 from megaclass_launch.wire.protocol import Message
 
-_NO_STEP = "no step has finished"
+_NO_COLLECTIVE = "a collective has not finished"
 _ASK_S = 5.0
 """How long the agents may take: their ranks have 2.5 s to answer, and a run folder on a dead disk costs 1.5 s."""
 _SETTLED_S = 5.0
@@ -55,13 +56,13 @@ class HangWatch:
         self._limit_s = job.options.hang_timeout_s
         self._progress_at = 0.0
         self._clock = LookClock(time.monotonic())
-        self._late: tuple[float, str] | None = None
+        self._late: tuple[float, str, str] | None = None
         self._asked: dict[int, WorkerRecord] = {}
         self._asked_at = 0.0
         self._generation = 0
         """The generation that was asked; the verdict does not concern a later one."""
         self._is_asked_for, self._said = False, ""
-        self._silent_s, self._what = 0.0, ""
+        self._silent_s, self._what, self._setting = 0.0, "", ""
         self._name = ""
         self._reports: dict[int, RankReport] = {}
         self._kept: str = ""
@@ -76,8 +77,8 @@ class HangWatch:
                 # A report of the generation before may still be on its way.
                 current = self._job.current
                 if "silent_s" in message and (current is None or now - current.published_at > _SETTLED_S):
-                    what = _NO_STEP if message.get("is_training") else "a collective has not finished"
-                    self._late = (message["silent_s"], what)
+                    what = message.get("missing") or _NO_COLLECTIVE
+                    self._late = (message["silent_s"], what, message.get("setting", ""))
             case "stacks" if message["rank"] in self._asked:
                 # The fields were checked against those of RankReport when the message was decoded.
                 fields = {name: value for name, value in message.items() if name not in ("say", "rank")}
@@ -120,12 +121,12 @@ class HangWatch:
         if self._asked:
             self._judge()
 
-    def _ask(self, now: float, silent_s: float, what: str) -> None:
+    def _ask(self, now: float, silent_s: float, what: str, setting: str = "") -> None:
         job = self._job
         self._asked_at, self._generation = now, job.generation
         # All ranks, not only the late one: which rank is missing shows only in comparison.
         self._asked = {worker.number: worker for worker in self._watched()}
-        self._silent_s, self._what, self._name = silent_s, what, new_name()
+        self._silent_s, self._what, self._setting, self._name = silent_s, what, setting, new_name()
         self._late, self._reports, self._kept = None, {}, ""
         job.messages.detail(f"{what} for {silent_s:.0f} s: asking for the stacks of all ranks")
         # SIGABRT would end ranks that may continue in the next generation.
@@ -148,6 +149,9 @@ class HangWatch:
             for worker in asked.values()
             if worker.code is None or worker.number in self._reports
         ]
+        if not is_asked_for and has_passed(reports):
+            job.messages.detail(f"{self._what}: it has finished meanwhile")
+            return
         verdict = find_verdict(reports)
         if job.current is not None:
             self._end_generation(verdict, reports)
@@ -177,7 +181,7 @@ class HangWatch:
         job.messages.say(sentence + self._where(verdict))
         # If the job cannot continue without the ranks that hang, it ends because of this.
         note_failure(job, Outcome(exit_code=EXIT_HUNG, may_restart=False), sentence)
-        limit = " (train.hang_after_s)" if self._what == _NO_STEP else ""
+        limit = f" ({self._setting})" if self._setting else ""
         job.current.hung = f"{self._what} for {self._silent_s:.0f} s{limit}"
 
     def _record(self, sentence: str, verdict: HangVerdict, reports: list[RankReport]) -> None:
@@ -190,7 +194,7 @@ class HangWatch:
         for agent in job.agents.values():
             if agent.state is PipeState.RUNNING and agent.name in hosts:
                 order = {"do": "verdict", "name": self._name, "text": sentence, "ranks": verdict.suspects}
-                job.tell(agent, {**order, "groups": verdict.groups, "step": steps_done(reports)})
+                job.tell(agent, {**order, "groups": describe_groups(verdict), "step": steps_done(reports)})
                 return
 
     def _where(self, verdict: HangVerdict) -> str:

@@ -14,7 +14,7 @@ from megaclass_launch.options import RunOptions
 from megaclass_launch.signals import SignalQueue
 from megaclass_launch.wire.agent_messages import RESULT_STREAM
 from megaclass_launch.wire.call import PIECE, CallPipes
-from megaclass_launch.wire.plain_text import for_terminal, plain_lines
+from megaclass_launch.wire.checks import for_terminal, plain_lines
 
 # A longer line is shown in pieces: no line of a rank may fill the driver's memory.
 MAX_LINE_BYTES = 1 << 20
@@ -159,11 +159,6 @@ class DriverMessages:
         if self.is_verbose:
             self.say(text)
 
-    def as_horovodrun(self, text: str) -> None:
-        """Shows one of horovodrun's messages as horovodrun does: on stdout, as it is, with --verbose only."""
-        if self.is_verbose:
-            self.screen.put("stdout", f"{plain_lines(text)}\n".encode())
-
 
 class RankOutput:
     """Shows the lines of all ranks in Horovod's format, and writes their bytes to files on request.
@@ -172,33 +167,24 @@ class RankOutput:
     message. num_ranks decides how many digits the folders' names have; each rank has both files, empty or not.
     """
 
-    def __init__(
-        self,
-        screen: Screen,
-        *,
-        colours: dict[str, bool],
-        with_timestamp: bool,
-        folder: Path | None,
-        messages: DriverMessages,
-        num_ranks: int,
-    ) -> None:
+    def __init__(self, screen: Screen, options: RunOptions, messages: DriverMessages, num_ranks: int) -> None:
         # As in Horovod: rank.0 … rank.9 of ten ranks, rank.00 … rank.10 of eleven.
         self._num_digits = len(str(num_ranks - 1))
         self._screen = screen
-        self._colours = colours
-        self._with_timestamp = with_timestamp
-        self._folder = folder
+        self._has_colours = "NO_COLOR" not in os.environ
+        self._with_timestamp = options.with_timestamp
+        self.folder = options.output_dir
         self._messages = messages
         self._cutters: dict[tuple[int, str], LineCutter] = {}
         self._files: dict[tuple[int, str], IO[bytes] | None] = {}
-        if folder is not None:
+        if self.folder is not None:
             for rank in range(num_ranks):
                 self._store(rank, "stdout", b"")
                 self._store(rank, "stderr", b"")
 
     def put(self, rank: int, stream: str, data: bytes) -> list[bytes]:
         """Shows the complete lines and returns them."""
-        if self._folder is not None:
+        if self.folder is not None:
             self._store(rank, stream, data)
         # The file has the bytes as they came; the screen has whole lines.
         lines = self._cutters.setdefault((rank, stream), LineCutter()).feed(data)
@@ -206,7 +192,7 @@ class RankOutput:
         return lines
 
     def put_result(self, rank: int, data: bytes) -> None:
-        """Passes on a piece of the rank's result to the process that called horovod.run()."""
+        """Passes on a piece of the rank's result to the process that asked for the job."""
         self._screen.put(RESULT_STREAM, PIECE.pack(rank, len(data)) + data)
 
     def finish(self, rank: int) -> list[bytes]:
@@ -219,23 +205,18 @@ class RankOutput:
                 shown += rest
         return shown
 
-    @property
-    def folder(self) -> Path | None:
-        """Returns the folder of all ranks' files, or None without one."""
-        return self._folder
-
     def write_stacks(self, rank: int, stacks: str) -> None:
         """Writes the stacks of a rank that hangs next to its output, if that is written to files."""
-        if self._folder is not None:
+        if self.folder is not None:
             self._store(rank, "stacks", stacks.encode(errors="replace"))
 
     def where(self, rank: int) -> str:
         """Returns a sentence about the rank's files, if it has any."""
-        return f"\nAll it printed: {self._folder_of(rank)}" if self._folder is not None else ""
+        return f"\nAll it printed: {self._folder_of(rank)}" if self.folder is not None else ""
 
     def _folder_of(self, rank: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"rank.{rank:0{self._num_digits}}"
+        assert self.folder is not None
+        return self.folder / f"rank.{rank:0{self._num_digits}}"
 
     def close(self) -> None:
         for file in self._files.values():
@@ -249,7 +230,7 @@ class RankOutput:
             return
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._with_timestamp else ""
         prefix = f"{stamp}[{rank}]<{stream}>:"
-        if self._colours[stream]:
+        if self._has_colours and self._screen.is_terminal(stream):
             prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
         start = prefix.encode()
         if self._screen.is_terminal(stream):
@@ -284,7 +265,7 @@ class DriverIo:
     messages: DriverMessages
     signals: SignalQueue
     call: CallPipes | None = None
-    """Pipes to the process that called horovod.run(), if the job is one of its calls."""
+    """Pipes to the process that asked for the job, if the job is a call of a function."""
 
     @classmethod
     def open(cls, options: RunOptions, num_ranks: int, signals: SignalQueue) -> "DriverIo":
@@ -293,15 +274,7 @@ class DriverIo:
         call = CallPipes(options.call_fds) if options.call_fds else None
         screen = Screen({"stdout": 1, "stderr": 2, **({RESULT_STREAM: call.results_fd} if call else {})})
         messages = DriverMessages(screen, options.is_verbose)
-        wants_colour = "NO_COLOR" not in os.environ
-        output = RankOutput(
-            screen,
-            colours={"stdout": wants_colour and os.isatty(1), "stderr": wants_colour and os.isatty(2)},
-            with_timestamp=options.with_timestamp,
-            folder=options.output_dir,
-            messages=messages,
-            num_ranks=num_ranks,
-        )
+        output = RankOutput(screen, options, messages, num_ranks)
         return cls(screen, output, messages, signals, call)
 
     def close(self, *, is_patient: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megaclass_launch.exit_codes import how_it_ended
 from megaclass_launch.hosts import Host
+from megaclass_launch.wire.checks import ip_address
 
 _CONNECT_S = 10
 
@@ -156,3 +157,13 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
 def _last_lines(stderr: str, num_lines: int = 3) -> str:
     lines: Sequence[str] = [line for line in stderr.splitlines() if line.strip() and not line.startswith("@@@")]
     return "".join(f"{os.linesep}    {line.strip()}" for line in lines[-num_lines:])
+
+
+def address_in(ssh_connection: str, index: int) -> str | None:
+    """Returns a field of SSH_CONNECTION that other hosts can reach, or None."""
+    fields = ssh_connection.split()
+    try:
+        address = ip_address(fields[index]) if len(fields) == 4 else ""
+    except ValueError:
+        return None
+    return address if address and not address.startswith("127.") and address != "::1" else None

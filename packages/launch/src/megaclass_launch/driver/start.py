@@ -11,25 +11,24 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.job import Generation, JobState, Open
+from megaclass_launch.driver.job import Generation, JobState, Open, WorkerRecord
 from megaclass_launch.driver.job_end import end
 from megaclass_launch.driver.outcome import Outcome
-from megaclass_launch.driver.rank_table import WorkerRecord
-from megaclass_launch.driver.ssh import why_not_started
+from megaclass_launch.driver.ssh import address_in, why_not_started
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import EXIT_USER_ERROR
 from megaclass_launch.hosts import Host
 from megaclass_launch.placement import passed_on, worlds_of
-from megaclass_launch.rendezvous.addresses import interfaces, is_own
+from megaclass_launch.rendezvous.addresses import is_own
 from megaclass_launch.rendezvous.job_secret import new_secret
 from megaclass_launch.versions import differences, short_list
 from megaclass_launch.wire.agent_messages import AgentMessageChecker
-from megaclass_launch.wire.checks import ip_address
 from megaclass_launch.wire.protocol import Message
 from megaclass_launch.world import World
 
 _SETTLE_S = 3.0
 """After one host could not be reached, others may fail for the same reason; after this time all are named at once."""
+_SAME_VERSIONS = "Install the same versions on all of them, or add --allow-mixed-versions."
 _SHOWN_ALIKE = 3
 """If more hosts have the same problem, it is printed once, with their names."""
 
@@ -85,10 +84,13 @@ def greet(job: JobState, agent: AgentPipe, hello: Message) -> str:
         return ""
     # With one other host only: each of them was compared when it said hello.
     others = [other for other in job.agents.values() if other.hello and other is not agent]
-    found = differences({other.name: other.hello.get("versions", {}) for other in [agent, *others[:1]]})
-    if not found:
-        return ""
-    return f"The hosts differ: {'. '.join(found.values())}. Install the same versions, or add --allow-mixed-versions."
+    return f"{found} {_SAME_VERSIONS}" if (found := _version_differences([agent, *others[:1]])) else ""
+
+
+def _version_differences(agents: Sequence[AgentPipe]) -> str:
+    """Returns sentences about versions of Python, torch or megaclass that differ; empty if all are the same."""
+    found = differences({agent.name: agent.hello.get("versions", {}) for agent in agents})
+    return f"The hosts differ: {'. '.join(found.values())}." if found else ""
 
 
 def start_workers(
@@ -126,8 +128,6 @@ def new_generation(job: JobState, number: int, hosts: Sequence[str]) -> Generati
 
 def connect(job: JobState) -> None:
     """Opens all agents at the same time: a slow host costs its own time, not the sum."""
-    if _speaks_as_horovodrun(job):
-        _report_hosts(job)
     for host in job.hosts.listed.values():
         job.order(Open(host))
 
@@ -157,10 +157,6 @@ def start_together(job: JobState, now: float) -> None:
 
 
 def _start(job: JobState, now: float) -> None:
-    remote_hosts = [agent for agent in job.opened if not agent.host.is_local]
-    if _speaks_as_horovodrun(job) and remote_hosts:
-        # Every agent has answered, and those of other hosts did so over ssh.
-        job.messages.as_horovodrun("SSH was successful into all the remote hosts.")
     generation = new_generation(job, 1 + job.restart, [agent.name for agent in job.opened])
     assert generation is not None, "the agent of the first host has named its ports"
     where = f"{generation.address}, port {generation.port} of {job.opened[0].name}"
@@ -169,25 +165,6 @@ def _start(job: JobState, now: float) -> None:
     job.printed_at = now
     worlds = worlds_of([(worker.host, worker.slot) for worker in job.ranks.rows])
     start_workers(job, job.ranks.rows, dict(enumerate(worlds)), generation)
-
-
-def _speaks_as_horovodrun(job: JobState) -> bool:
-    # Only in the first start: the log of a restart is about what changed.
-    return job.options.is_horovod and job.restart == 0
-
-
-def _report_hosts(job: JobState) -> None:
-    """Shows the messages of horovodrun's start: scripts and people look for them in its log."""
-    show = job.messages.as_horovodrun
-    remote_hosts = [host.name for host in job.hosts.listed.values() if not host.is_local]
-    show("Filtering local host names.")
-    show(f"Remote host found: {' '.join(remote_hosts)}")
-    if remote_hosts:
-        show("Checking ssh on all remote hosts.")
-        return
-    show("All hosts are local, finding the interfaces with address 127.0.0.1")
-    loopback = [name for name, addresses in interfaces().items() if "127.0.0.1" in addresses]
-    show(f"Local interface found {' '.join(loopback)}")
 
 
 def _note_silent_hosts(job: JobState) -> None:
@@ -199,19 +176,12 @@ def _note_silent_hosts(job: JobState) -> None:
 
 
 def _compare_versions(job: JobState) -> None:
-    """Records a problem if the hosts have different versions of Python, torch or megaclass."""
-    # A single host was not asked for its versions (needs_versions).
-    if len(job.opened) == 1:
-        return
-    found = differences({agent.name: agent.hello.get("versions", {}) for agent in job.opened})
-    if not found:
-        return
-    listed = ". ".join(found.values())
-    if job.options.allows_mixed_versions:
-        job.messages.say(f"WARNING the hosts differ: {listed}.")
-    else:
-        advice = "Install the same versions on all of them, or add --allow-mixed-versions."
-        job.problems.append(("", f"The hosts differ: {listed}. {advice}"))
+    """Records a problem if the hosts have different versions. A single host was not asked for them (needs_versions)."""
+    found = _version_differences(job.opened) if len(job.opened) > 1 else ""
+    if found and job.options.allows_mixed_versions:
+        job.messages.say(f"WARNING {found.replace('The', 'the', 1)}")
+    elif found:
+        job.problems.append(("", f"{found} {_SAME_VERSIONS}"))
 
 
 def _fail(job: JobState) -> None:
@@ -265,7 +235,7 @@ def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
     # SSH_CONNECTION holds the client's address and port, then the server's. Host 0 is the client of every other host if it
     # is the driver's machine, and the server of its own connection otherwise.
     source, index = (remote[0], 0) if first.host.is_local else (first, 2)
-    address = _address_in(source.hello.get("ssh", ""), index)
+    address = address_in(source.hello.get("ssh", ""), index)
     # Every rank will connect to this address. If it should be ours, another host's claim is not enough: it is checked.
     if address is None or (first.host.is_local and not is_own(address)):
         raise LaunchError(
@@ -273,13 +243,3 @@ def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
             f"{source.hello.get('ssh', '')!r} (a tunnel?). Name the interface to use with --network-interface."
         )
     return address
-
-
-def _address_in(ssh_connection: str, index: int) -> str | None:
-    """Returns a field of SSH_CONNECTION that other hosts can reach, or None."""
-    fields = ssh_connection.split()
-    try:
-        address = ip_address(fields[index]) if len(fields) == 4 else ""
-    except ValueError:
-        return None
-    return address if address and not address.startswith("127.") and address != "::1" else None

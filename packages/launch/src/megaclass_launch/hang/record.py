@@ -8,7 +8,6 @@ from pathlib import Path
 from megaclass_launch.events_file import append_event
 from megaclass_launch.files import make_private_folder, write_private
 from megaclass_launch.hang.stacks import RankReport
-from megaclass_launch.hang.verdict import HangVerdict, describe_groups
 
 _HANG_FOLDER = "hang"
 _WRITE_S = 1.5
@@ -33,9 +32,10 @@ def keep_stacks(run_folder: Path, name: str, reports: Sequence[RankReport]) -> P
     return run_folder / _HANG_FOLDER / name if _done_in_time(write) else None
 
 
-def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: HangVerdict, step: int | None) -> None:
-    """Writes verdict.txt next to the stacks, and the event."""
-    groups = describe_groups(verdict)
+def keep_verdict(
+    run_folder: Path, name: str, sentence: str, groups: str, ranks: Sequence[int], step: int | None
+) -> None:
+    """Writes verdict.txt next to the stacks, and the event. groups: see describe_groups; ranks: the suspects."""
 
     def write() -> None:
         folder = run_folder / _HANG_FOLDER / name
@@ -47,7 +47,7 @@ def keep_verdict(run_folder: Path, name: str, sentence: str, verdict: HangVerdic
             "hang",
             step=step,
             text=sentence,
-            ranks=list(verdict.suspects),
+            ranks=list(ranks),
             stacks=f"{_HANG_FOLDER}/{name}",
         )
 

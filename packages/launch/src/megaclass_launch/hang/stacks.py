@@ -13,11 +13,11 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megaclass_launch.rank_status import STACKS_SIGNAL, RankStatus, StatusPage
+from megaclass_launch.rank_status import STACKS_SIGNAL, StatusPage
 
 # ---- process state ----
 # The kernel's view of a process that may hang: whether it is stopped, and for which file its threads
@@ -108,34 +108,7 @@ def _threads_of(pid: int) -> list[tuple[int, int]]:
         return []
 
 
-# ---- look clock ----
-# Tells a watcher that was paused from ranks that hang.
-#
-# A stopped job (Ctrl-Z, scontrol suspend, docker pause) or virtual machine makes no progress, while
-# the clock goes on. Its watcher, which looks once per second, is stopped with it and sees the pause
-# as a gap between two looks.
-
-PAUSE_S = 5.0
-"""A gap between two looks that is at least this long means that the watcher was paused; overload delays less."""
-
-
-class LookClock:
-    """Remembers when one watcher has looked."""
-
-    def __init__(self, now: float) -> None:
-        self._looked_at, self._since = now, 0.0
-
-    def since(self, now: float) -> float:
-        """To be called at every look; returns the time of the first look after the last pause, before which nothing counts."""
-        if now - self._looked_at >= PAUSE_S:
-            self._since = now
-        self._looked_at = now
-        return self._since
-
-    def restart(self, now: float) -> None:
-        """Lets everything count from now on, after work of the watcher itself that took long."""
-        self._looked_at = self._since = now
-
+# ---- all ranks of a host ----
 
 MAX_STACK_BYTES = 1 << 16
 ANSWER_S = 2.5
@@ -151,7 +124,7 @@ class RankReport:
     rank: int
     host: str
     pid: int
-    state: str
+    state: str = "silent"
     """answered, stopped (by SIGSTOP), kernel (waits there and cannot be interrupted), silent, ended, or lost (its host)."""
     step: int = -1
     phase: str = ""
@@ -161,6 +134,10 @@ class RankReport:
     """File operation in which the main thread waits."""
     file_wait: str = ""
     """File operation in which another thread, or a process that the rank has started, waits; see file_wait()."""
+    is_late: bool = True
+    """True if the rank was late when it was asked."""
+    is_still_late: bool = True
+    """True if it was late when its stacks had been collected."""
     stacks: str = ""
     """Text of Python's faulthandler."""
     package: str = ""
@@ -182,16 +159,16 @@ def collect(
     *,
     abort: Callable[[WatchedRank], None] | None = None,
     aborted_output: Callable[[int], bytes] = lambda rank: b"",
-    tick: Callable[[], None] = lambda: None,
+    since: float = 0.0,
     answer_s: float = ANSWER_S,
 ) -> list[RankReport]:
     """Returns a report per rank; takes at most a little more than `answer_s`, whatever the ranks do.
 
     abort: called for ranks that are alive but did not register; sends SIGABRT. aborted_output: what such a rank has printed
-    since, read by the caller's own means. tick: called several times per second meanwhile.
+    since, read by the caller's own means. since: see RankStatus.late_s.
     """
     # All are asked before any answer is awaited: they answer at the same time, and the states are of one moment.
-    found = {watched.rank: _asked(watched) for watched in ranks}
+    found = {watched.rank: _asked(watched, host, since) for watched in ranks}
     deadline = time.monotonic() + answer_s
     waiting = [watched for watched in ranks if found[watched.rank].state == "silent"]
     if abort is not None:
@@ -203,7 +180,6 @@ def collect(
     # A rank has answered when its text has stopped growing.
     while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        tick()
         for watched in list(waiting):
             is_own = watched.page.read().gives_stacks
             text = watched.page.stacks(MAX_STACK_BYTES) if is_own else aborted_output(watched.rank)
@@ -213,60 +189,55 @@ def collect(
             # Two more looks: faulthandler writes thread after thread, and a busy host may pause it in between.
             if settled[watched.rank] >= 2:
                 waiting.remove(watched)
-    return [_report(watched, found[watched.rank], host, texts.get(watched.rank, b"")) for watched in ranks]
+    return [_answered(watched, found[watched.rank], texts.get(watched.rank, b""), since) for watched in ranks]
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    status: RankStatus
-    pid: int
-    state: str
-    waits_for: str
-    file_wait: str
-
-
-def _asked(watched: WatchedRank) -> _Asked:
+def _asked(watched: WatchedRank, host: str, since: float) -> RankReport:
     """Reads the rank's page and the kernel's view of it, then asks it for its stacks."""
     status = watched.page.read()
     # The process that was started may be a shell; the rank itself has written its own pid into the page.
     pid = status.pid or watched.pid
-    state = _STATES.get(state_of(pid), "silent")
-    asked = _Asked(status, pid, state, file_call(pid, pid), file_wait(pid))
-    if state == "silent" and status.gives_stacks:
+    report = RankReport(
+        rank=watched.rank,
+        host=host,
+        pid=pid,
+        state=_STATES.get(state_of(pid), "silent"),
+        step=status.step,
+        phase=status.phase,
+        detail=status.detail,
+        main_thread=status.main_thread,
+        waits_for=file_call(pid, pid),
+        file_wait=file_wait(pid),
+        package=status.package,
+        is_late=status.late_s(time.monotonic(), since=since) > 0,
+    )
+    if report.state == "silent" and status.gives_stacks:
         # A page is used again, and an older answer must not be taken for the new one.
         watched.page.forget_stacks()
         with contextlib.suppress(OSError):
             os.kill(pid, STACKS_SIGNAL)
-    return asked
+    return report
 
 
-def _report(watched: WatchedRank, asked: _Asked, host: str, text: bytes) -> RankReport:
+def _answered(watched: WatchedRank, report: RankReport, text: bytes, since: float) -> RankReport:
     stacks = text.decode(errors="replace")
-    has_stacks = "most recent call first" in stacks
-    return RankReport(
-        rank=watched.rank,
-        host=host,
-        pid=asked.pid,
-        state="answered" if asked.state == "silent" and has_stacks else asked.state,
-        step=asked.status.step,
-        phase=asked.status.phase,
-        detail=asked.status.detail,
-        main_thread=asked.status.main_thread,
-        waits_for=asked.waits_for,
-        file_wait=asked.file_wait,
-        package=asked.status.package,
-        stacks=stacks if has_stacks else "",
-    )
+    is_late = watched.page.read().late_s(time.monotonic(), since=since) > 0
+    if "most recent call first" not in stacks:
+        return replace(report, is_still_late=is_late)
+    state = "answered" if report.state == "silent" else report.state
+    return replace(report, is_still_late=is_late, state=state, stacks=stacks)
+
+
+def has_passed(reports: Sequence[RankReport]) -> bool:
+    """Returns whether a rank that was late has finished its step while the ranks were asked, or none is late any more.
+
+    The stacks may then show all of them in the collective that ended it. A rank that could not be asked counts as late.
+    """
+    has_finished = any(report.is_late and not report.is_still_late for report in reports)
+    return has_finished or not any(report.is_still_late for report in reports)
 
 
 def abort_group(watched: WatchedRank) -> None:
     """Sends SIGABRT to the rank and its children in the same process group: a shell may stand between."""
     with contextlib.suppress(OSError):
         os.killpg(watched.pid, signal.SIGABRT)
-
-
-def latest_late_s(pages: Mapping[int, StatusPage], now: float, *, since: float) -> tuple[int, float]:
-    """Returns the rank that is late the most, and by how many seconds; (-1, 0) if none is late. since: see RankStatus."""
-    late = [(page.read().late_s(now, since=since), rank) for rank, page in pages.items()]
-    late_s, rank = max(late, default=(0.0, -1))
-    return (rank, late_s) if late_s > 0 else (-1, 0.0)

@@ -21,15 +21,15 @@ from megaclass_launch.driver.outcome import headline, stopped_message
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import EXIT_HUNG, EXIT_RESUME_ME, exit_status
 from megaclass_launch.hang.record import keep_stacks, keep_verdict, new_name
-from megaclass_launch.hang.stacks import LookClock, WatchedRank, collect, latest_late_s
-from megaclass_launch.hang.verdict import find_verdict, hang_sentence, slow_sentence, steps_done
+from megaclass_launch.hang.stacks import WatchedRank, collect, has_passed
+from megaclass_launch.hang.verdict import describe_groups, find_verdict, hang_sentence, slow_sentence, steps_done
 from megaclass_launch.hosts import Host
 from megaclass_launch.launchers.ssh import this_machine
-from megaclass_launch.network import hold_store_port, offer_store_socket, reserve_port
 from megaclass_launch.operating_system import readable
 from megaclass_launch.options import FAULT_GRACE_S, RunOptions
 from megaclass_launch.placement import job_environment, place_ranks, rank_environment, without_other_starters
-from megaclass_launch.rank_status import FD_NAME, StatusPage
+from megaclass_launch.rank_status import FD_NAME, LookClock, StatusPage
+from megaclass_launch.rendezvous.addresses import hold_store_port, offer_store_socket, reserve_port
 from megaclass_launch.rendezvous.job_secret import new_secret
 from megaclass_launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
 
@@ -52,28 +52,28 @@ class LocalHangWatch:
         """
         running = [WatchedRank(w.rank, w.pid, self._pages[w.rank]) for w in self._supervisor.running()]
         since = self._clock.since(now)
-        rank, _ = latest_late_s({watched.rank: watched.page for watched in running}, now, since=since)
-        if rank < 0:
+        pages = [watched.page.read() for watched in running]
+        late = max(pages, default=None, key=lambda status: status.late_s(now, since=since))
+        if late is None or late.late_s(now, since=since) <= 0:
             return "", False
-        silent_s = now - self._pages[rank].read().progress_at
-        reports = collect(running, self._host)
-        if self._pages[rank].read().late_s(time.monotonic(), since=since) <= 0:
-            # Its step has finished meanwhile: the stacks may show all ranks in the collective that ended it.
+        reports = collect(running, self._host, since=since)
+        if has_passed(reports):
             return "", False
+        silent_s, what = now - late.progress_at, late.missing or "a collective has not finished"
         verdict = find_verdict(reports)
         is_new, self._said = verdict.text != self._said, verdict.text
         # If the job continues, the next report comes when the rank has been late as long again.
         self._clock.restart(time.monotonic())
         if not verdict.may_end and not is_new:
             return "", False
-        sentence = (hang_sentence if verdict.may_end else slow_sentence)(silent_s, verdict)
+        sentence = (hang_sentence if verdict.may_end else slow_sentence)(silent_s, verdict, what=what)
         name, where = new_name(), ""
         folder = next((Path(found) for page in self._pages.values() if (found := page.read().folder)), None)
         if folder is not None:
             kept = keep_stacks(folder, name, reports)
             where = f" Stacks: {kept}." if kept else ""
             if verdict.may_end:
-                keep_verdict(folder, name, sentence, verdict, steps_done(reports))
+                keep_verdict(folder, name, sentence, describe_groups(verdict), verdict.suspects, steps_done(reports))
         return f"{sentence}{where}", verdict.may_end
 
 

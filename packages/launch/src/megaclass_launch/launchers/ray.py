@@ -11,9 +11,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, Reason, failure_report, headline
+from megaclass_launch.driver.outcome import (
+    LastLines,
+    Outcome,
+    OutcomeDecision,
+    Reason,
+    StartResult,
+    failure_report,
+    headline,
+    run_job,
+)
 from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.driver.restarts import StartResult, run_job
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import (
     EXIT_HOST_LOST,
@@ -52,7 +60,12 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
         num_processes = options.num_processes or num_gpus
         if not num_processes:
             raise LaunchError("How many processes? Give -np N; this Ray cluster has no GPUs to count.")
-        return run_job(lambda io: _RayJob(ray, num_processes, bool(num_gpus), options, io), options, num_processes)
+        return run_job(
+            lambda io: _RayJob(ray, num_processes, bool(num_gpus), options, io),
+            options,
+            num_processes,
+            num_restarts=options.restarts,
+        )
     finally:
         ray.shutdown()
 

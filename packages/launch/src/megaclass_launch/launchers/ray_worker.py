@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megaclass_launch.agent.supervisor import Supervisor, find_command
-from megaclass_launch.network import hold_store_port, interface_towards, offer_store_socket, reserve_port
 from megaclass_launch.operating_system import readable
 from megaclass_launch.placement import without_other_starters
-from megaclass_launch.rendezvous.socket_offer import OFFER_NAME
+from megaclass_launch.rendezvous.addresses import (
+    OFFER_NAME,
+    hold_store_port,
+    interface_towards,
+    offer_store_socket,
+    reserve_port,
+)
 
 _READ_BYTES = 1 << 18
 

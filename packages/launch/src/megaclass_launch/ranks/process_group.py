@@ -148,10 +148,7 @@ def abort_nccl(group: "dist.ProcessGroup | None" = None) -> None:
 def _leave_after_error(ends_process: bool) -> None:
     global _is_left_by_error
     if not ends_process:
-        end_gloo()
-        if dist.is_initialized():
-            # NCCL's: destroying it would wait for operations, and thus for a rank that may be gone.
-            dist.distributed_c10d._abort_process_group()
+        _abort_group()
         return
     _is_left_by_error = True
     # By then the error is printed. gloo's threads have to end before Python does; a group of NCCL is not touched.
@@ -161,11 +158,15 @@ def _leave_after_error(ends_process: bool) -> None:
 def _drop_group_left_by_error() -> None:
     global _is_left_by_error
     if _is_left_by_error:
-        end_gloo()
-        if dist.is_initialized():
-            # NCCL's: unlike destroying it, this waits for no rank.
-            dist.distributed_c10d._abort_process_group()
+        _abort_group()
     _is_left_by_error = False
+
+
+def _abort_group() -> None:
+    end_gloo()
+    if dist.is_initialized():
+        # NCCL's: destroying it would wait for operations, and thus for a rank that may be gone.
+        dist.distributed_c10d._abort_process_group()
 
 
 def _end_group() -> None:

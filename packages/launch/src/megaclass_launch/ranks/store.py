@@ -17,10 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megaclass_launch.errors import ConnectionLostError, LaunchError
-from megaclass_launch.rendezvous.addresses import source_towards
+from megaclass_launch.rendezvous.addresses import OFFER_NAME, source_towards, take_socket
 from megaclass_launch.rendezvous.connection_watch import JUDGED_AFTER, LIMIT_NAME, network_timeout
 from megaclass_launch.rendezvous.rank0_address import is_one_machine
-from megaclass_launch.rendezvous.socket_offer import OFFER_NAME, take_socket
 from megaclass_launch.world import STORE_PORT, World
 
 _BACKLOG = 4096

@@ -1,7 +1,7 @@
 """Batch norm over the global batch, on CPU and GPU: the same statistics on any number of ranks.
 
 Traffic per layer and step: one all-reduce of 2 x channels + 1 float64 forward and one of 2 x channels float64 backward.
-In evaluation nothing is sent. How sums over ranks are made is a method, so `horovod.torch` shares this arithmetic.
+In evaluation nothing is sent. How sums over ranks are made is a method, for packages with collectives of their own.
 """
 
 from collections.abc import Callable

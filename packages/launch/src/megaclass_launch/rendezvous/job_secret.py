@@ -6,13 +6,13 @@ machine get one from each other over a Unix socket, where the kernel identifies 
 no secret, and every message must be treated as one from a stranger.
 """
 
+import contextlib
 import os
 import secrets
 import socket
 import struct
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megaclass_launch.errors import LaunchError
@@ -50,36 +50,57 @@ def machine_and_network() -> str:
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
-class LocalSecret:
-    """A new secret that this process gives to a number of other processes of the same user on this machine.
+class LocalOffer:
+    """Serves processes of the same user that connect to `name`, an abstract Unix socket, in a thread.
 
-    They connect to `name`, an abstract Unix socket. Connections of other users are closed without reading from them.
+    give: called with each connection; returns whether to serve further ones. Those of other users are closed without reading.
     """
 
-    def __init__(self, num_others: int, timeout_s: float) -> None:
+    def __init__(self, give: Callable[[socket.socket], bool], timeout_s: float | None = None) -> None:
         self.name = f"megaclass-{secrets.token_hex(16)}"
-        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self._give = give
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Abstract: no file that could be left behind, or that another user could create first.
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(128)
-        self._num_left = num_others
-        self._gives_up_at = time.monotonic() + timeout_s
-        threading.Thread(target=self._serve, name="megaclass-secret", daemon=True).start()
+        self._listener.settimeout(timeout_s)
+
+    def serve(self) -> None:
+        """Starts the thread; callers wait until then."""
+        threading.Thread(target=self._serve, name="megaclass-offer", daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept()
+        self._listener.close()
 
     def _serve(self) -> None:
         with self._listener:
-            while self._num_left and (left_s := self._gives_up_at - time.monotonic()) > 0:
-                self._listener.settimeout(left_s)
+            while True:
                 try:
-                    connection, _ = self._listener.accept()
-                    with connection:
-                        # The kernel names the user at the other end, so no message has to be trusted for it.
-                        if user_of(connection) == os.geteuid():
-                            connection.sendall(self.secret)
-                            self._num_left -= 1
+                    caller, _ = self._listener.accept()
                 except OSError:
-                    continue
+                    return
+                with contextlib.suppress(OSError), caller:
+                    # The kernel names the user at the other end, so no message has to be trusted for it.
+                    if user_of(caller) == os.geteuid() and not self._give(caller):
+                        return
+
+
+class LocalSecret(LocalOffer):
+    """A new secret that this process gives to a number of other processes of the same user on this machine."""
+
+    def __init__(self, num_others: int, timeout_s: float) -> None:
+        """timeout_s: it is offered no longer if no process asks for it for so long."""
+        super().__init__(self._send, timeout_s)
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self._num_left = num_others
+        self.serve()
+
+    def _send(self, caller: socket.socket) -> bool:
+        caller.sendall(self.secret)
+        self._num_left -= 1
+        return self._num_left > 0
 
 
 def local_secret(name: str) -> bytes:

@@ -15,14 +15,12 @@ is a ProtocolError; the driver then treats the host as failed.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megaclass_launch.elastic.worker import Why
-from megaclass_launch.wire.checks import Check, ip_address, is_whole, number, one_of, text, truth, whole
-from megaclass_launch.wire.plain_text import plain_text
-from megaclass_launch.wire.protocol import Message, ProtocolError
+from megaclass_launch.wire.checks import Check, ip_address, is_whole, number, one_of, plain_text, text, truth, whole
+from megaclass_launch.wire.protocol import Message, ProtocolError, Why
 
 STREAMS = ("stdout", "stderr")
 RESULT_STREAM = "result"
-"""Third stream of the ranks of horovod.run(): the pickled result, which only the caller reads."""
+"""Third stream of ranks that were given a function: the pickled result, which only the caller reads."""
 MAX_AGENT_LINE_BYTES = 1 << 20
 """The pids of 10,000 ranks take a fifth of it."""
 MAX_OUTPUT_BYTES = 1 << 16
@@ -101,6 +99,7 @@ class AgentMessageChecker:
         """Returns the fields of each kind of message: a check, and whether the field is required."""
         rank = (self._rank, True)
         pid = (whole(1, _MAX_PID), True)
+        words = dict.fromkeys(("missing", "setting"), (text(max_length=40), False))
         port, store_port = whole(1, 65535), whole(0, 65535)
         of_elastic_jobs: dict[str, dict[str, tuple[Check, bool]]] = {
             # The first three come from workers by way of their agent, and the driver trusts neither.
@@ -129,14 +128,15 @@ class AgentMessageChecker:
             "exit": {"rank": rank, "pid": pid, "code": (whole(-64, 255), True)},
             "stopped": {"rank": rank, "pid": pid},
             "progress": {"step": (whole(0, MAX_STEP), True)},
-            # Where the ranks are: seconds since the last progress of any, and of one that is late.
-            "status": {"idle_s": (number, True), "silent_s": (number, False), "is_training": (truth, False)},
+            # Where the ranks are: seconds since the last progress of any, and of one that is late, with its words for that.
+            "status": {"idle_s": (number, True), "silent_s": (number, False), **words},
             "kept": {"folder": (text(), True)},
             "stacks": {
                 "rank": rank,
                 "pid": pid,
                 "state": (one_of(_STATES), True),
                 "step": (whole(-1, MAX_STEP), True),
+                **dict.fromkeys(("is_late", "is_still_late"), (truth, True)),
                 "main_thread": (whole(0, (1 << 64) - 1), True),
                 **dict.fromkeys(("phase", "detail", "waits_for", "file_wait", "package"), (text(), True)),
             },

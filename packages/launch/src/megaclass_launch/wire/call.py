@@ -1,4 +1,4 @@
-"""The function of horovod.run() on its way to the ranks, and the results on their way back. Standard library only.
+"""A job that is a call: the function on its way to the ranks, and the results on their way back. Standard library only.
 
     caller --pipe--> driver --"call" messages--> agent --memory file--> rank
     caller <--pipe-- driver <--stream "result"-- agent <--pipe--------- rank
@@ -28,7 +28,7 @@ _PIECE_BYTES = 1 << 19
 
 
 class CallPipes:
-    """The driver's ends of the pipes to the process that called horovod.run()."""
+    """The driver's ends of the pipes to the process that asked for the job."""
 
     def __init__(self, fds: tuple[int, int]) -> None:
         """Reads the call. The first pipe stays open until the caller ends: its end means that the caller is gone."""
@@ -42,7 +42,7 @@ class CallPipes:
         data = bytearray()
         while len(data) < num_bytes:
             if not (more := os.read(self.caller_fd, min(1 << 20, num_bytes - len(data)))):
-                raise LaunchError("The process that called horovod.run() ended before it had sent the function.")
+                raise LaunchError("The process that asked for this job ended before it had sent the function.")
             data += more
         return bytes(data)
 
@@ -57,25 +57,20 @@ class AgentCall:
     """The call on one host: a file in memory, which all ranks of the host inherit."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
+        self._file = os.memfd_create("megaclass-call", os.MFD_CLOEXEC)
 
     def add(self, data: str) -> None:
         """Adds the next piece, as the driver has sent it."""
-        if self._file is None:
-            self._file = os.memfd_create("megaclass-call", os.MFD_CLOEXEC)
         view = memoryview(base64.b64decode(data))
         while view:
             view = view[os.write(self._file, view) :]
 
     @contextlib.contextmanager
-    def pipe(self) -> Iterator[tuple[dict[str, str], list[int], int | None]]:
+    def pipe(self) -> Iterator[tuple[dict[str, str], list[int], int]]:
         """Yields a rank's variables, the files that it inherits, and the end of the pipe from which to read its result.
 
-        Without a call, all of them are empty. The rank's ends are closed here once it has been started.
+        The rank's ends are closed here once it has been started.
         """
-        if self._file is None:
-            yield {}, [], None
-            return
         reader, writer = os.pipe()
         try:
             yield {CALL_FDS: f"{self._file},{writer}"}, [self._file, writer], reader

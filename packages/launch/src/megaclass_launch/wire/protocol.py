@@ -5,7 +5,8 @@ Lines and payloads have a maximum length, so neither side can fill the other's m
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]
@@ -98,10 +99,53 @@ def _parsed(line: bytes, max_payload_bytes: int) -> Message:
     return message
 
 
+class Outbox:
+    """Bytes on their way into a pipe or socket that never blocks. write: os.write or send of a file; may take a part."""
+
+    def __init__(self, write: Callable[[bytearray], int]) -> None:
+        self._write = write
+        self._unsent = bytearray()
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the number of bytes that wait for room."""
+        return len(self._unsent)
+
+    def clear(self) -> None:
+        self._unsent.clear()
+
+    def add(self, data: bytes) -> bool:
+        """Queues bytes and writes as much as there is room for now; see write."""
+        # Never written past the queue: messages must stay in order, and a part of one may still wait here.
+        self._unsent += data
+        return self.write()
+
+    def write(self) -> bool:
+        """Writes as much of the queue as there is room for; returns False, and drops it, if nothing reads it any more."""
+        while self._unsent:
+            try:
+                del self._unsent[: self._write(self._unsent)]
+            except BlockingIOError:
+                return True
+            except OSError:
+                self._unsent.clear()
+                return False
+        return True
+
+
+class Why(StrEnum):
+    """Why a worker of an elastic job comes to the rendezvous."""
+
+    START = "start"
+    """The process has just started, or joins again of its own accord."""
+    FAILED = "failed"
+    """A collective failed: a rank or its host is gone."""
+    CHANGED = "changed"
+    """The driver has announced other hosts, and all ranks have agreed to leave the generation."""
+
+
 # ---- heartbeat ----
 # Intervals of the heartbeat, the same for the driver and its agents.
-
-"""Intervals of the heartbeat, the same for the driver and its agents. Standard library only."""
 
 # TCP retransmits lost packets after pauses that double: on a local network 0.2, 0.6, 1.4, 3, 6.2, 12.6 and 25.4 s after the
 # first attempt. ssh's connection therefore recovers from an outage of 13 to 25 s after 25.4 s, and the lost heartbeat may

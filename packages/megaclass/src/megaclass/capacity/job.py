@@ -41,27 +41,21 @@ class Gpu:
     num_sms: int
 
 
-def _gpu(
-    name: str, gib: float, tflops: float, gb_per_s: float, link: float, capability: tuple[int, int], sms: int
-) -> Gpu:
-    return Gpu(name, round(gib * GIB), tflops * 1e12, gb_per_s * 1e9, link * 1e9, capability, sms)
-
-
 # name, GiB, bf16 TFLOPS, memory GB/s, GB/s between GPUs of a host, compute capability, multiprocessors
 GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("b200", 178.4, 2250, 8000, 700, (10, 0), 148),
-        _gpu("h200", 139.8, 989, 4800, 350, (9, 0), 132),
-        _gpu("h100", 79.2, 989, 3350, 350, (9, 0), 132),
-        _gpu("h100-pcie", 79.2, 756, 2000, 45, (9, 0), 114),
-        _gpu("a100-80", 79.3, 312, 2039, 230, (8, 0), 108),
-        _gpu("a100-40", 39.5, 312, 1555, 230, (8, 0), 108),
-        _gpu("l40s", 44.5, 362, 864, 22, (8, 9), 142),
-        _gpu("a10", 22.1, 125, 600, 12, (8, 6), 72),
-        _gpu("l4", 22.1, 121, 300, 12, (8, 9), 58),
-        _gpu("rtx4090", 23.5, 165, 1008, 22, (8, 9), 128),
-        _gpu("rtx3090", 23.6, 71, 936, 12, (8, 6), 82),
+    name: Gpu(name, round(gib * GIB), tflops * 1e12, gb_per_s * 1e9, link * 1e9, capability, sms)
+    for name, gib, tflops, gb_per_s, link, capability, sms in (
+        ("b200", 178.4, 2250, 8000, 700, (10, 0), 148),
+        ("h200", 139.8, 989, 4800, 350, (9, 0), 132),
+        ("h100", 79.2, 989, 3350, 350, (9, 0), 132),
+        ("h100-pcie", 79.2, 756, 2000, 45, (9, 0), 114),
+        ("a100-80", 79.3, 312, 2039, 230, (8, 0), 108),
+        ("a100-40", 39.5, 312, 1555, 230, (8, 0), 108),
+        ("l40s", 44.5, 362, 864, 22, (8, 9), 142),
+        ("a10", 22.1, 125, 600, 12, (8, 6), 72),
+        ("l4", 22.1, 121, 300, 12, (8, 9), 58),
+        ("rtx4090", 23.5, 165, 1008, 22, (8, 9), 128),
+        ("rtx3090", 23.6, 71, 936, 12, (8, 6), 82),
     )
 }
 
@@ -174,11 +168,7 @@ class PlannedJob:
 
 @cache
 def _traced(settings: BackboneConfig, image_size: tuple[int, int], dtype: torch.dtype) -> BackboneTrace:
-    return trace_backbone(
-        lambda: backbone_on_paper(settings, compact_size(image_size)),
-        image_size,
-        dtype,
-    )
+    return trace_backbone(lambda: backbone_on_paper(settings, compact_size(image_size)), image_size, dtype)
 
 
 _NUM_EXPONENTIALS = 3

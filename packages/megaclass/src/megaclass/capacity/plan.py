@@ -3,12 +3,12 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from megaclass.capacity.job import PlannedJob, head_costs
 from megaclass.capacity.memory import OUTSIDE_TORCH, USABLE, Memory, plan_loader, plan_memory
-from megaclass.capacity.speed import exchanges, exposed_seconds, step_time
+from megaclass.capacity.speed import exchanges, step_time
 from megaclass.progress import duration_text, size_text
 from megaclass_launch.errors import UserError
 
@@ -16,17 +16,6 @@ _MOST_RANKS = 1024
 _SAMPLED = 0.1
 """The sample rate that is proposed; benchmarks/sampling_accuracy.md has its accuracy."""
 _Setting = tuple[str, dict[str, dict[str, object]], int]
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Settings, and what the plan would be with them."""
-
-    setting: str
-    """As typed on the command line."""
-    peak: int
-    images_per_second: float
-    fits: bool
 
 
 def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str, Any]:
@@ -37,10 +26,7 @@ def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str,
     _check(job)
     config, gpu = job.config, job.gpu.memory
     memory, loader, sent, seconds = plan_memory(job), plan_loader(job), exchanges(job), step_time(job)
-    exchange_s = exposed_seconds(job, sent, seconds.backbone)
-    step_s = seconds.compute + exchange_s
-    speed = config.train.global_batch / step_s
-    smallest = smallest_that_fit(job)
+    speed = config.train.global_batch / seconds.total
     return {
         "gpu": job.gpu.name,
         "gpu_bytes": gpu,
@@ -59,12 +45,7 @@ def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str,
         "loader_processes_per_rank": loader.num_processes,
         "reader_threads_per_rank": loader.num_threads,
         "exchanges": [asdict(one) for one in sent],
-        "step_s": {
-            **asdict(seconds),
-            "waiting": seconds.waiting,
-            "exchange": exchange_s,
-            "total": step_s,
-        },
+        "step_s": {**asdict(seconds), "waiting": seconds.waiting, "total": seconds.total},
         "images_per_second": speed,
         "epoch_s": job.num_images / speed,
         "total_s": config.train.epochs * job.num_images / speed,
@@ -75,7 +56,7 @@ def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str,
         "largest_global_batch": _largest(lambda images: _with_batch(job, job.num_ranks * images)) * job.num_ranks,
         "largest_num_classes": _largest(lambda classes: replace(job, num_classes=job.num_ranks * classes))
         * job.num_ranks,
-        "smallest_that_fit": [asdict(one) for one in smallest],
+        "smallest_that_fit": smallest_that_fit(job),
     }
 
 
@@ -118,11 +99,11 @@ def _largest(job_of: Callable[[int], PlannedJob]) -> int:
     return low
 
 
-def smallest_that_fit(job: PlannedJob) -> list[Alternative]:
+def smallest_that_fit(job: PlannedJob) -> list[dict[str, Any]]:
     """Searches numbers of ranks, storage, sample rate and batch: answers how many GPUs the job needs.
 
     The changes that alter the training least come first. Each later entry alters it more, and needs fewer GPUs than all
-    before it; the last one is the smallest job.
+    before it; the last one is the smallest job. `setting` is what to type on the command line.
     """
     batch, parts = job.config.train.global_batch, job.config.train.accumulate
     # Settings as typed, the same for with_settings, and how much they alter the training.
@@ -137,7 +118,7 @@ def smallest_that_fit(job: PlannedJob) -> list[Alternative]:
         (f"train.global_batch={batch // part}", {"train": {"global_batch": batch // part, "accumulate": 1}}, part)
         for part in (2, 4, 8)
     ]
-    found: list[Alternative] = []
+    found: list[dict[str, Any]] = []
     fewest = min(_MOST_RANKS, job.num_classes) + 1
     for changes in sorted(itertools.product(storages, rates, batches), key=lambda three: sum(one[2] for one in three)):
         changed = job
@@ -145,9 +126,10 @@ def smallest_that_fit(job: PlannedJob) -> list[Alternative]:
             changed = changed.with_settings(**sections)
         num_ranks = 1
         while num_ranks < fewest and _is_possible(candidate := replace(changed, num_ranks=num_ranks)):
-            if _fits(candidate):
+            if (memory := plan_memory(candidate)).fits(job.gpu.memory):
                 setting = " ".join([f"-np {num_ranks}", *(text for text, _, _ in changes if text)])
-                found.append(Alternative(setting, *_numbers(candidate)))
+                speed = candidate.config.train.global_batch / step_time(candidate).total
+                found.append({"setting": setting, "peak": memory.peak, "images_per_second": speed, "fits": True})
                 fewest = num_ranks
             num_ranks *= 2
     return found
@@ -156,13 +138,6 @@ def smallest_that_fit(job: PlannedJob) -> list[Alternative]:
 def _is_possible(job: PlannedJob) -> bool:
     """Batch norm needs two images in every part of a rank's batch."""
     return job.max_batch >= 2 * job.config.train.accumulate
-
-
-def _numbers(job: PlannedJob) -> tuple[int, float, bool]:
-    memory, seconds = plan_memory(job), step_time(job)
-    exchange_s = exposed_seconds(job, exchanges(job), seconds.backbone)
-    speed = job.config.train.global_batch / (seconds.compute + exchange_s)
-    return memory.peak, speed, memory.fits(job.gpu.memory)
 
 
 _BAR = 40

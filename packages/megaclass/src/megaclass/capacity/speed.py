@@ -44,7 +44,7 @@ def exchanges(job: PlannedJob) -> list[Exchange]:
     return [Exchange(name, kind, size, _seconds(job, size, passes)) for name, kind, size, passes in table]
 
 
-def exposed_seconds(job: PlannedJob, sent: list[Exchange], backbone_s: float) -> float:
+def _exposed_seconds(job: PlannedJob, sent: list[Exchange], backbone_s: float) -> float:
     """Returns the time that the exchanges add to a step: the backbone's overlap with its backward, the head's do not.
 
     Nothing overlaps with a backward that is replayed as one CUDA graph.
@@ -85,13 +85,19 @@ exchange of gradients, the optimizers and the head are started one by one."""
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on one rank, exchanges excluded."""
+    """Seconds of one step on one rank."""
 
     backbone: float
     head: float
     update: float
     launches: float
     """The host's time, in parallel with the device's."""
+    exchange: float
+    """What the exchanges add."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exchange
 
     @property
     def compute(self) -> float:
@@ -112,18 +118,17 @@ def step_time(job: PlannedJob) -> StepTime:
     parts = config.train.accumulate
     launched = COMPILED_LAUNCHES if is_fused else REPLAYED_LAUNCHES if job.replays_backbone else 1.0
     passes = {"sgd": 8, "adamw": 10}[config.optimizer.name] + 3 * bool(config.train.ema)
+    reached = (share for family, share in REACHED_BY_BACKBONE.items() if config.backbone.name.startswith(family))
+    backbone_s = parts * roofline / next(reached, REACHED_BY_OTHERS)
     return StepTime(
-        backbone=parts * roofline / _reached(config.backbone.name),
+        backbone=backbone_s,
         head=head.flops / (HEAD_FLOPS * _flops(job))
         + head.traffic / (HEAD_BANDWIDTH * gpu.bandwidth)
         + parts * HEAD_FIXED_S,
         update=passes * 4 * backbone.num_trained / (UPDATE_BANDWIDTH * gpu.bandwidth),
         launches=parts * len(step.flops) * LAUNCH_S * launched,
+        exchange=_exposed_seconds(job, exchanges(job), backbone_s),
     )
-
-
-def _reached(name: str) -> float:
-    return next((share for family, share in REACHED_BY_BACKBONE.items() if name.startswith(family)), REACHED_BY_OTHERS)
 
 
 def _flops(job: PlannedJob) -> float:

@@ -60,25 +60,18 @@ class BackboneTrace:
     """Numbers that are trained."""
     num_parameters: int
     buffer_bytes: int
-    traces: tuple[StepTrace, StepTrace]
+    columns: NDArray[np.float64]
+    """(2, 4, operations): of each of the two batches, what StepTrace has."""
+    num_forward: int
     flops_per_image: float
     """Forward only, which is what is usually quoted."""
 
     def at(self, num_images: int) -> StepTrace:
         """Returns the step with this many images on a rank."""
-        first, second = self.traces
+        first, second = self.columns
         share = (num_images - _BATCHES[0]) / (_BATCHES[1] - _BATCHES[0])
-
-        def between(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-            return np.maximum(a + share * (b - a), 0.0)
-
-        return StepTrace(
-            between(first.live, second.live),
-            between(first.working, second.working),
-            between(first.flops, second.flops),
-            between(first.traffic, second.traffic),
-            first.num_forward,
-        )
+        live, working, flops, traffic = np.maximum(first + share * (second - first), 0.0)
+        return StepTrace(live, working, flops, traffic, self.num_forward)
 
 
 def trace_backbone(build: Callable[[], nn.Module], image_size: tuple[int, int], dtype: torch.dtype) -> BackboneTrace:
@@ -88,21 +81,26 @@ def trace_backbone(build: Callable[[], nn.Module], image_size: tuple[int, int], 
         backbone.train()
         if dtype != torch.float32:
             _narrow_recomputation(backbone, dtype)
-        traces = tuple(_trace_step(backbone, batch, image_size, dtype) for batch in _BATCHES)
+        steps = [_trace_step(backbone, batch, image_size, dtype) for batch in _BATCHES]
         parameters = list(backbone.parameters())
-        buffers = [(buffer.numel(), buffer.element_size()) for buffer in backbone.buffers()]
-    first, second = traces
-    forward = [float(one.flops[: one.num_forward].sum()) for one in traces]
+        buffer_bytes = sum(buffer.nbytes for buffer in backbone.buffers())
+    columns = np.array([operations for operations, _ in steps]).transpose(0, 2, 1)
+    num_forward = steps[0][1]
+    forward = columns[:, 2, :num_forward].sum(axis=1)
     return BackboneTrace(
         num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        buffer_bytes=sum(count * size for count, size in buffers),
-        traces=(first, second),
-        flops_per_image=(forward[1] - forward[0]) / (_BATCHES[1] - _BATCHES[0]),
+        buffer_bytes=buffer_bytes,
+        columns=columns,
+        num_forward=num_forward,
+        flops_per_image=float(forward[1] - forward[0]) / (_BATCHES[1] - _BATCHES[0]),
     )
 
 
-def _trace_step(backbone: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype) -> StepTrace:
+def _trace_step(
+    backbone: nn.Module, batch: int, image_size: tuple[int, int], dtype: torch.dtype
+) -> tuple[list[list[float]], int]:
+    """Returns the operations of forward and backward, and the number of those of forward."""
     for parameter in backbone.parameters():
         if parameter.requires_grad:
             # As with DDP, whose buckets hold the gradients all the time: they are not temporary memory.
@@ -115,11 +113,10 @@ def _trace_step(backbone: nn.Module, batch: int, image_size: tuple[int, int], dt
         with nullcontext() if dtype == torch.float32 else _AutocastOfGpu(dtype):
             embeddings = backbone(images)
         del pixels
-        num_forward = len(recorder.live)
+        num_forward = len(recorder.operations)
         embeddings.backward(torch.empty_like(embeddings))
         del images, embeddings
-    live, working, flops, traffic = (np.array(column) for column in recorder.columns())
-    return StepTrace(live, working, flops, traffic, num_forward)
+    return recorder.operations, num_forward
 
 
 def _narrow_recomputation(backbone: nn.Module, dtype: torch.dtype) -> None:
@@ -184,22 +181,17 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live: list[float] = []
-        self._working: list[float] = []
-        self._flops: list[float] = []
-        self._traffic: list[float] = []
+        self.operations: list[list[float]] = []
+        """Of each operation: live, working, flops and traffic, as in StepTrace."""
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._bytes = 0
 
-    def columns(self) -> tuple[list[float], ...]:
-        return self.live, self._working, self._flops, self._traffic
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.live:
+        if self.operations:
             # What was freed since the operation before this one.
-            self.live[-1] = float(self._bytes)
+            self.operations[-1][0] = self._bytes
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
         result = func(*args, **kwargs)
@@ -210,12 +202,11 @@ class _Recorder(TorchDispatchMode):
         is_view = bool(made) and all(tensor.untyped_storage()._cdata in known for tensor in made)
         for tensor in made:
             self._follow(tensor)
-        self._working.append(float(self._bytes))
-        self.live.append(float(self._bytes))
         counter = flop_registry.get(func._overloadpacket)
-        self._flops.append(0.0 if counter is None else float(counter(*args, **kwargs, out_val=result)))
+        flops = 0.0 if counter is None else counter(*args, **kwargs, out_val=result)
         moves = not (is_view and not func._schema.is_mutable) and func._overloadpacket.__name__ not in _MOVES_NOTHING
-        self._traffic.append(float(sum(_num_bytes(tensor) for tensor in given + made)) if moves else 0.0)
+        traffic = sum(tensor.nbytes for tensor in given + made if tensor.device.type == _DEVICE) if moves else 0
+        self.operations.append([self._bytes, self._bytes, flops, traffic])
         return result
 
     def _follow(self, tensor: Tensor) -> None:
@@ -235,10 +226,6 @@ class _Recorder(TorchDispatchMode):
 
 def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size() if tensor.device.type == _DEVICE else 0
 
 
 class _NoValues(TorchDispatchMode):

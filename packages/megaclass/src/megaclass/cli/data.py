@@ -4,210 +4,142 @@ import argparse
 import json
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaclass.cli.arguments import add_commands
 from megaclass.errors import DataError
-from megaclass_launch.operating_system import num_cores
-from megaclass_launch.wire.plain_text import plain_lines
+from megaclass.progress import bar_on_demand
+from megaclass_launch.wire.checks import plain_lines
 
 if TYPE_CHECKING:
     from megaclass.cli.hints import Commands
-    from megaclass.image_size import ImageSize
 
-_DATA = "the data, in any form that data.path accepts"
 _logger = logging.getLogger("megaclass.cli")
+_COMMANDS = """
+synth: draw synthetic identities: train.rec, train.idx, property and verification.bin
+  --identities           int!          number of identities
+  --images-per-identity  int!          number of images per identity
+  --size                 int=112       side length of the images in pixels
+  --pairs                int=1000      number of verification pairs, of other identities
+  --seed                 int=0         random seed
+  --out                  path!         folder to write
+  @json
+
+pack: convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards
+  @path
+  --out           path!                folder to write
+  --format        rec|tar=rec          output format
+  --labels        auto|float|id2=auto  store labels as float32 (exact up to 2^24) or as 64 bits in id2; auto uses id2
+                beyond 2^24 classes
+  --no-shuffle    flag                 keep the images of each class together
+  --seed          int=0                random seed of the order
+  --size          size SIDE|HEIGHTxWIDTH    fit images to this size, such as 112 or 112x96, and encode them again; otherwise
+                bytes are copied
+  --fit           pad|crop|squash=squash    with --size: add black borders, cut off edges, or stretch
+  --shard-images  int=10000            images per tar shard
+  --threads       cores="one per core" N    number of threads that read and encode
+  @json
+
+inspect: print counts, sizes, the range of labels and images per class
+  @path
+  --png  path FOLDER  write first-images.png there
+  @json
+
+verify: decode every image, check labels and index, list bad records
+  path       text      the data, in any form that data.path accepts, or a .rec file without an index
+  --repair   path OUT  write a copy of the readable images to this folder
+  --threads  cores="one per core" N    number of threads that decode
+  --show     int=20    number of bad images to print; --json prints all
+  @json
+
+shuffle: write a .rec file with the records in random order
+  @path
+  --out   path!  folder to write
+  --seed  int=0  random seed of the order
+  @json
+
+split: hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs
+  @path
+  --out            path!        folder to write
+  or --identities  float SHARE  share of the identities to hold out, such as 0.1
+  or --images      float SHARE  share of the images of each identity to hold out
+  --seed           int=0        random seed of the choice
+  --pairs          int=6000     largest number of pairs in train/holdout.bin
+  --threads        cores="one per core" N    number of threads that read
+  @json
+
+glyphs: draw about 105,000 Chinese characters and Korean syllables from free fonts
+  --out        path          folder to write; without it, list the fonts and the missing ones
+  --fonts      path+ FOLDER  folders with fonts or with unpacked packages (default: the installed fonts)
+  --classes    int N         draw only the N characters that most designs have (default: all)
+  --processes  cores="one per core" N    number of processes that draw
+  @json
+
+unpack: write any data as a folder of images, one subfolder per identity
+  @path
+  --out  path!  folder to write
+  @json
+
+pairs: write a .bin file of verification pairs, half of them of the same class
+  @path
+  --out      path! FILE.bin  file to write
+  --pairs    int=6000        number of pairs
+  --seed     int=0           random seed of the choice of pairs
+  --holdout  float SHARE     use only the identities that `data split --identities SHARE` with the same seed holds out
+  @json
+
+align: align photos of faces by five landmarks, given or found by an ONNX detector of yours
+  path           path            folder of photos, including subfolders, such as one per identity
+  --out          path!           folder to write; run again to continue
+  or --points    path FILE       text file with a line name x1 y1 … x5 y5 per photo
+  or --detector  path FILE.onnx  face detector in the layout of SCRFD or RetinaFace
+  --size         int=112         side length of the crops in pixels
+  --format       png|jpg=png     format of the crops
+  --threads      cores="one per core" N    number of threads that read and align
+  @json
+
+stage: copy data into memory before a run, or remove such a copy
+  path      text?         the data, in any form that data.path accepts
+  --to      path! FOLDER  folder in memory, for example /dev/shm
+  --remove  flag          remove all of your copies in this folder
+  @json
+
+bench: measure images per second by stage: read, decode, collate, loader, augment
+  @path
+  --threads  cores="one per core" N    number of threads that read
+  --batch    int=256     images per batch
+  --seconds  float=2.0   seconds per stage
+  --device   text=cpu    device of the augmentations: cpu or cuda
+  @json
+"""
 
 
 def add_data_commands(commands: "Commands") -> None:
     """Adds `data` and its subcommands to the parser's commands."""
     data = commands.add_parser("data", help="create, pack, inspect, verify and benchmark data sets")
-    below = data.add_subparsers(required=True, metavar="COMMAND")
-    _add_synth(below)
-    _add_pack(below)
-
-    look = _command(below, "inspect", _inspect, "print counts, sizes, the range of labels and images per class")
-    look.add_argument("path", help=_DATA)
-    look.add_argument("--png", type=Path, metavar="FOLDER", help="write first-images.png there")
-
-    check = _command(below, "verify", _verify, "decode every image, check labels and index, list bad records")
-    check.add_argument("path", help="the data, in any form that data.path accepts, or a .rec file without an index")
-    check.add_argument("--repair", type=Path, metavar="OUT", help="write a copy of the readable images to this folder")
-    _add_threads(check, "decode")
-    check.add_argument(
-        "--show", type=int, default=20, help="number of bad images to print (default: 20); --json prints all"
-    )
-
-    shuffle = _command(below, "shuffle", _shuffle, "write a .rec file with the records in random order")
-    shuffle.add_argument("path", help=_DATA)
-    shuffle.add_argument("--out", type=Path, required=True, help="folder to write")
-    shuffle.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
-
-    _add_split(below)
-    _add_glyphs(below)
-
-    unpack = _command(below, "unpack", _unpack, "write any data as a folder of images, one subfolder per identity")
-    unpack.add_argument("path", help=_DATA)
-    unpack.add_argument("--out", type=Path, required=True, help="folder to write")
-
-    pairs = _command(below, "pairs", _pairs, "write a .bin file of verification pairs, half of them of the same class")
-    pairs.add_argument("path", help=_DATA)
-    pairs.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="file to write")
-    pairs.add_argument("--pairs", type=int, default=6000, help="number of pairs (default: 6000)")
-    pairs.add_argument("--seed", type=int, default=0, help="random seed of the choice of pairs (default: 0)")
-    pairs.add_argument(
-        "--holdout",
-        type=float,
-        metavar="SHARE",
-        help="use only the identities that `data split --identities SHARE` with the same seed holds out",
-    )
-
-    _add_align(below)
-
-    stage = _command(below, "stage", _stage, "copy data into memory before a run, or remove such a copy")
-    stage.add_argument("path", nargs="?", help=_DATA)
-    stage.add_argument(
-        "--to", type=Path, required=True, metavar="FOLDER", help="folder in memory, for example /dev/shm"
-    )
-    stage.add_argument("--remove", action="store_true", help="remove all of your copies in this folder")
-
-    bench = _command(
-        below, "bench", _bench, "measure images per second by stage: read, decode, collate, loader, augment"
-    )
-    bench.add_argument("path", help=_DATA)
-    _add_threads(bench, "read")
-    bench.add_argument("--batch", type=int, default=256, help="images per batch (default: 256)")
-    bench.add_argument("--seconds", type=float, default=2.0, help="seconds per stage (default: 2)")
-    bench.add_argument("--device", default="cpu", help="device of the augmentations: cpu or cuda (default: cpu)")
-
-
-def _add_split(below: "Commands") -> None:
-    meaning = "hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs"
-    split = _command(below, "split", _split, meaning)
-    split.add_argument("path", help=_DATA)
-    split.add_argument("--out", type=Path, required=True, help="folder to write")
-    share = split.add_mutually_exclusive_group(required=True)
-    share.add_argument(
-        "--identities", type=float, metavar="SHARE", help="share of the identities to hold out, such as 0.1"
-    )
-    share.add_argument("--images", type=float, metavar="SHARE", help="share of the images of each identity to hold out")
-    split.add_argument("--seed", type=int, default=0, help="random seed of the choice (default: 0)")
-    split.add_argument(
-        "--pairs", type=int, default=6000, help="largest number of pairs in train/holdout.bin (default: 6000)"
-    )
-    _add_threads(split, "read")
-
-
-def _add_align(below: "Commands") -> None:
-    meaning = "align photos of faces by five landmarks, given or found by an ONNX detector of yours"
-    align = _command(below, "align", _align, meaning)
-    align.add_argument("path", type=Path, help="folder of photos, including subfolders, such as one per identity")
-    align.add_argument("--out", type=Path, required=True, help="folder to write; run again to continue")
-    landmarks = align.add_mutually_exclusive_group(required=True)
-    landmarks.add_argument(
-        "--points", type=Path, metavar="FILE", help="text file with a line name x1 y1 … x5 y5 per photo"
-    )
-    landmarks.add_argument(
-        "--detector", type=Path, metavar="FILE.onnx", help="face detector in the layout of SCRFD or RetinaFace"
-    )
-    align.add_argument("--size", type=int, default=112, help="side length of the crops in pixels (default: 112)")
-    align.add_argument("--format", choices=("png", "jpg"), default="png", help="format of the crops (default: png)")
-    _add_threads(align, "read and align")
-
-
-def _add_glyphs(below: "Commands") -> None:
-    glyphs = _command(
-        below, "glyphs", _glyphs, "draw about 105,000 Chinese characters and Korean syllables from free fonts"
-    )
-    glyphs.add_argument("--out", type=Path, help="folder to write; without it, list the fonts and the missing ones")
-    glyphs.add_argument(
-        "--fonts",
-        type=Path,
-        action="append",
-        metavar="FOLDER",
-        help="folder with fonts or with unpacked packages, may be repeated (default: the installed fonts)",
-    )
-    glyphs.add_argument(
-        "--classes", type=int, metavar="N", help="draw only the N characters that most designs have (default: all)"
-    )
-    glyphs.add_argument(
-        "--processes", type=int, default=num_cores(), help="number of processes that draw (default: one per core)"
+    functions = (_synth, _pack, _inspect, _verify, _shuffle, _split, _glyphs, _unpack, _pairs, _align, _stage, _bench)
+    add_commands(
+        data.add_subparsers(required=True, metavar="COMMAND"),
+        _COMMANDS,
+        {one.__name__.removeprefix("_"): partial(_run_and_print, one) for one in functions},
     )
 
 
-def _add_synth(below: "Commands") -> None:
-    synth = _command(
-        below, "synth", _synth, "draw synthetic identities: train.rec, train.idx, property and verification.bin"
-    )
-    synth.add_argument("--identities", type=int, required=True, help="number of identities")
-    synth.add_argument("--images-per-identity", type=int, required=True, help="number of images per identity")
-    synth.add_argument("--size", type=int, default=112, help="side length of the images in pixels (default: 112)")
-    synth.add_argument(
-        "--pairs", type=int, default=1000, help="number of verification pairs, of other identities (default: 1000)"
-    )
-    synth.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-    synth.add_argument("--out", type=Path, required=True, help="folder to write")
-
-
-def _add_pack(below: "Commands") -> None:
-    pack = _command(
-        below, "pack", _pack, "convert folders, label.txt or tar shards to .rec, .idx and property, or to tar shards"
-    )
-    pack.add_argument("path", help=_DATA)
-    pack.add_argument("--out", type=Path, required=True, help="folder to write")
-    pack.add_argument("--format", choices=["rec", "tar"], default="rec", help="output format (default: rec)")
-    pack.add_argument(
-        "--labels",
-        choices=["auto", "float", "id2"],
-        default="auto",
-        help="store labels as float32 (exact up to 2^24) or as 64 bits in id2; auto uses id2 beyond 2^24 classes",
-    )
-    pack.add_argument("--no-shuffle", action="store_true", help="keep the images of each class together")
-    pack.add_argument("--seed", type=int, default=0, help="random seed of the order (default: 0)")
-    pack.add_argument(
-        "--size",
-        type=_size,
-        metavar="SIDE|HEIGHTxWIDTH",
-        help="fit images to this size, such as 112 or 112x96, and encode them again; otherwise bytes are copied",
-    )
-    pack.add_argument(
-        "--fit",
-        choices=("pad", "crop", "squash"),
-        default="squash",
-        help="with --size: add black borders, cut off edges, or stretch (default: squash)",
-    )
-    pack.add_argument("--shard-images", type=int, default=10_000, help="images per tar shard (default: 10000)")
-    _add_threads(pack, "read and encode")
-
-
-def _add_threads(parser: argparse.ArgumentParser, do: str) -> None:
-    meaning = f"number of threads that {do} (default: one per core)"
-    parser.add_argument("--threads", type=int, default=num_cores(), help=meaning)
-
-
-def _command(
-    below: "Commands", name: str, run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], meaning: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = below.add_parser(
-        name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-    def run_and_print(options: argparse.Namespace, given: list[str]) -> int:
-        code, result, text = run(options)
-        # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
-        print(json.dumps(result, indent=1) if options.json else plain_lines(text))
-        return code
-
-    parser.set_defaults(run=run_and_print)
-    return parser
+def _run_and_print(
+    run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], options: argparse.Namespace, given: list[str]
+) -> int:
+    code, result, text = run(options)
+    # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
+    print(json.dumps(result, indent=1) if options.json else plain_lines(text))
+    return code
 
 
 def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.synthesize import synthesize
 
-    with _progress("drawing identities") as on_progress:
+    with bar_on_demand("drawing identities") as on_progress:
         is_new = synthesize(
             options.out,
             num_identities=options.identities,
@@ -232,11 +164,11 @@ def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.out.exists():
         raise DataError(f"Cannot write {options.out}: it exists already. Remove it or choose another folder.")
     wanted = None if options.classes is None else characters_for(fonts, options.classes)
-    with _progress("drawing characters") as on_progress:
+    with bar_on_demand("drawing characters") as on_progress:
         glyphs = fonts.draw(wanted, options.processes, on_progress)
     split = split_glyphs(glyphs, fonts)
     facts = {**fonts.to_json(), **describe_relations(glyphs, fonts)}
-    with _progress("writing the set") as on_progress:
+    with bar_on_demand("writing the set") as on_progress:
         facts = write_glyphs(split, options.out, facts, num_threads=options.processes, on_progress=on_progress)
     lines = [
         f"{options.out / name}: {part['images']:,} images of {part['characters']:,} characters"
@@ -252,10 +184,10 @@ def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.sources.open_source import format_of, open_source
-    from megaclass.data.tools.unpack import unpack
+    from megaclass.data.tools.pack import unpack
 
     source = open_source(options.path)
-    with _progress("unpacking") as on_progress:
+    with bar_on_demand("unpacking") as on_progress:
         names = format_of(options.path).class_names()
         num_bad = unpack(source, options.out, class_names=names, on_progress=on_progress)
     num_images = source.num_images - num_bad
@@ -291,7 +223,7 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
 
     source = _open(path)
     names = class_list(path, source).text
-    with _progress("packing images") as on_progress:
+    with bar_on_demand("packing images") as on_progress:
         packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
     text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
     if packed.num_bad:
@@ -306,12 +238,12 @@ def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[in
 
 
 def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.inspect import inspect_source, write_first_images
+    from megaclass.data.tools.inspect import inspect_source, inspection_text, write_first_images
 
     source = _open(options.path)
-    with _progress("inspecting images") as on_progress:
+    with bar_on_demand("inspecting images") as on_progress:
         found = inspect_source(source, on_progress)
-    text = found.to_text()
+    text = inspection_text(found)
     if options.png is not None:
         try:
             options.png.mkdir(parents=True, exist_ok=True)
@@ -319,7 +251,7 @@ def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         except OSError as error:
             raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
         text += f"\n\n{options.png / 'first-images.png'}"
-    return 0, found.to_json(), text
+    return 0, found, text
 
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -327,7 +259,7 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.pack import PackOptions, pack
     from megaclass.data.tools.verify import verify
 
-    with _progress("checking records") as on_progress:
+    with bar_on_demand("checking records") as on_progress:
         findings, sound = verify(options.path, num_threads=options.threads, on_progress=on_progress)
     lines = [
         f"{findings.what}: {findings.num_images:,} images, {len(findings.bad):,} bad, {len(findings.faults):,} faults"
@@ -346,7 +278,7 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         except DataError as error:
             names = b""
             lines.append(f"  class names are not copied: {error}")
-        with _progress("writing the clean copy") as on_progress:
+        with bar_on_demand("writing the clean copy") as on_progress:
             chosen = PackOptions(shuffle_seed=None)
             packed = pack(sound, options.repair, chosen, class_names=names, on_progress=on_progress)
         result["repaired"] = {"out": str(options.repair), "num_images": packed.num_images}
@@ -361,7 +293,7 @@ def _split(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     by = "identities" if options.identities is not None else "images"
     split = Split(by=by, share=getattr(options, by), seed=options.seed)
     source = _open(options.path)
-    with _progress("writing both parts") as on_progress:
+    with bar_on_demand("writing both parts") as on_progress:
         made = split_data(
             source,
             split,
@@ -393,7 +325,7 @@ def _pairs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if options.holdout is not None:
         split = Split(by="identities", share=options.holdout, seed=options.seed)
         source = held_out_part(whole, split)
-    with _progress("reading pairs") as on_progress:
+    with bar_on_demand("reading pairs") as on_progress:
         pair_set = make_pairs(source, options.pairs, options.seed, on_progress)
     write_pairs(options.out, pair_set)
     if split is not None:
@@ -405,7 +337,7 @@ def _align(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.align_photos import align_photos
     from megaclass.evaluation.images import find_images
 
-    with _progress("aligning photos") as on_progress:
+    with bar_on_demand("aligning photos") as on_progress:
         made = align_photos(
             find_images(options.path),
             options.path,
@@ -431,7 +363,7 @@ def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         return 0, {"removed": num_files}, f"{options.to}: {num_files} files removed"
     if options.path is None:
         raise DataError("megaclass data stage needs the data to copy, or --remove.")
-    with _progress("copying the data into memory, bytes") as on_progress:
+    with bar_on_demand("copying the data into memory, bytes") as on_progress:
         staged = stage(options.path, options.to, on_progress)
     return 0, {"path": staged}, f"{staged}: use it as data.path, or {options.to} as data.stage"
 
@@ -442,7 +374,7 @@ def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.bench import bench_stages
 
     source = _open(options.path)
-    with _progress("measuring") as on_progress:
+    with bar_on_demand("measuring") as on_progress:
         speeds = bench_stages(
             source,
             num_threads=options.threads,
@@ -463,21 +395,3 @@ def _open(path: str) -> Any:
     source = open_source(path)
     _logger.info(source.describe())
     return source
-
-
-def _progress(title: str) -> AbstractContextManager[Callable[[int, int], None]]:
-    """Returns a progress bar that appears with the first call, which passes the total."""
-    from megaclass.progress import bar_on_demand
-
-    return bar_on_demand(title)
-
-
-def _size(text: str) -> "ImageSize":
-    from megaclass.image_size import size_from_text
-
-    try:
-        return size_from_text(text.replace("x", ","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; expected 112, or height and width as 112x96"
-        ) from None

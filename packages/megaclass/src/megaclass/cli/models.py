@@ -6,100 +6,55 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+from megaclass.cli.arguments import add_commands, writing
 from megaclass.cli.hints import Commands
-from megaclass.errors import DataError
-from megaclass.export import EXPORTERS
 from megaclass_launch.errors import ConfigError
-from megaclass_launch.wire.plain_text import plain_text
+from megaclass_launch.wire.checks import plain_text
 
 _logger = logging.getLogger("megaclass.cli")
-_MODEL_HELP = "run folder, exported folder, .safetensors, .pth, .onnx, or hf://user/name"
+_COMMANDS = """
+classify: say of which class images are
+    Names the closest classes of each image: megaclass classify runs/demo photos/ image.jpg --top 3
+  @model
+  images    path+ IMAGE  images, or folders of images
+  --top     int=5        number of classes to name per image
+  --reject  float SHARE  say "unknown" if the closest class is too far; at most this share of unknown images gets a name then
+  @json @fit @resize @device @backbone
+
+add-classes: add classes to a trained model, without training
+    Exports the model with further classes, whose centres are the means of a few images each: megaclass add-classes
+        runs/demo new-people/ --out with-new-people
+  @model
+  images  path DATA  images of the new classes, as for data.path: a folder per class
+  --out   path!      folder for the exported model and its classes
+  @fit @backbone
+
+search: show the images of a folder that are most similar to a query image
+    Shows the nearest images with their cosines, and writes them as a page: megaclass search runs/demo photos/ query.jpg
+  @model
+  gallery  path        folder of images, including subfolders, or embeddings.npy
+  queries  path+ query    images to search for
+  -k       int=5       number of images to show per query
+  --out    path=search.html    page to write
+  --faiss  text INDEX  search with faiss: Flat (exact), HNSW32 or another description for its index_factory
+                (megaclass[retrieval])
+  @fit @resize @device @backbone
+
+push: publish a model on the Hugging Face Hub, with a model card
+    Exports the model and uploads it: megaclass push runs/demo user/name --licence apache-2.0
+  model           path RUN  run folder, or a model file
+  repository      text      user/name; created if it does not exist
+  --to            {formats}=safetensors    format of the model
+  --private       flag      make a private repository
+  --with-centres  flag      also publish the names and centres of the training classes
+  @licence @backbone
+"""
 
 
 def add_model_commands(commands: Commands) -> None:
     """Adds the four commands to the parser's commands."""
-    classify = commands.add_parser(
-        "classify",
-        help="say of which class images are",
-        description="Names the closest classes of each image: megaclass classify runs/demo photos/ image.jpg --top 3",
-    )
-    classify.add_argument("model", help=_MODEL_HELP)
-    classify.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="images, or folders of images")
-    classify.add_argument("--top", type=int, default=5, help="number of classes to name per image (default: 5)")
-    classify.add_argument(
-        "--reject",
-        type=float,
-        metavar="SHARE",
-        help='say "unknown" if the closest class is too far; at most this share of unknown images gets a name then',
-    )
-    classify.add_argument("--json", action="store_true", help="print JSON, one object per image")
-    _add_loading(classify)
-    classify.set_defaults(run=_classify)
-
-    added = commands.add_parser(
-        "add-classes",
-        help="add classes to a trained model, without training",
-        description="Exports the model with further classes, whose centres are the means of a few images each: "
-        "megaclass add-classes runs/demo new-people/ --out with-new-people",
-    )
-    added.add_argument("model", type=Path, help=_MODEL_HELP)
-    added.add_argument(
-        "images", type=Path, metavar="DATA", help="images of the new classes, as for data.path: a folder per class"
-    )
-    added.add_argument("--out", type=Path, required=True, help="folder for the exported model and its classes")
-    added.add_argument(
-        "--fit", choices=("pad", "crop", "squash"), help="how to fit images of another size (default: as in training)"
-    )
-    added.add_argument("--backbone", metavar="MODULE:CLASS", help="your own backbone, which is imported and built")
-    added.set_defaults(run=_add_classes)
-
-    search = commands.add_parser(
-        "search",
-        help="show the images of a folder that are most similar to a query image",
-        description="Shows the nearest images with their cosines, and writes them as a page: megaclass search runs/demo "
-        "photos/ query.jpg",
-    )
-    search.add_argument("model", help=_MODEL_HELP)
-    search.add_argument("gallery", type=Path, help="folder of images, including subfolders, or embeddings.npy")
-    search.add_argument("queries", type=Path, nargs="+", metavar="query", help="images to search for")
-    search.add_argument("-k", type=int, default=5, help="number of images to show per query (default: 5)")
-    search.add_argument("--out", type=Path, default=Path("search.html"), help="page to write (default: search.html)")
-    search.add_argument(
-        "--faiss",
-        metavar="INDEX",
-        help="search with faiss: Flat (exact), HNSW32 or another description for its index_factory (megaclass[retrieval])",
-    )
-    _add_loading(search)
-    search.set_defaults(run=_search)
-
-    push = commands.add_parser(
-        "push",
-        help="publish a model on the Hugging Face Hub, with a model card",
-        description="Exports the model and uploads it: megaclass push runs/demo user/name --licence apache-2.0",
-    )
-    push.add_argument("model", type=Path, metavar="RUN", help="run folder, or a model file")
-    push.add_argument("repository", help="user/name; created if it does not exist")
-    push.add_argument(
-        "--to", choices=tuple(EXPORTERS), default="safetensors", help="format of the model (default: safetensors)"
-    )
-    push.add_argument("--licence", default="not stated", help="licence stated in the model card")
-    push.add_argument("--private", action="store_true", help="make a private repository")
-    push.add_argument(
-        "--with-centres", action="store_true", help="also publish the names and centres of the training classes"
-    )
-    push.add_argument("--backbone", metavar="MODULE:CLASS", help="your own backbone, which is imported and built")
-    push.set_defaults(run=_push)
-
-
-def _add_loading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--fit", choices=("pad", "crop", "squash"), help="how to fit images of another size (default: as in training)"
-    )
-    parser.add_argument("--resize", action="store_true", help="the same as --fit squash, unless the model states a fit")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto uses a GPU if there is one"
-    )
-    parser.add_argument("--backbone", metavar="MODULE:CLASS", help="your own backbone, which is imported and built")
+    functions = {"classify": _classify, "add-classes": _add_classes, "search": _search, "push": _push}
+    add_commands(commands, _COMMANDS, functions)
 
 
 def _classify(options: argparse.Namespace, given: list[str]) -> int:
@@ -127,7 +82,7 @@ def _classify(options: argparse.Namespace, given: list[str]) -> int:
 def _add_classes(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.export.run_export import add_classes
 
-    centres = add_classes(options.model, options.images, options.out, fit=options.fit, backbone=options.backbone)
+    centres = add_classes(Path(options.model), options.images, options.out, fit=options.fit, backbone=options.backbone)
     print(f"{options.out}: {centres.num_classes:,} classes; to use it: megaclass classify {options.out} IMAGE")
     return 0
 
@@ -146,12 +101,8 @@ def _search(options: argparse.Namespace, given: list[str]) -> int:
         for place, one in enumerate(neighbours, start=1):
             # The list next to a gallery's .npy file may contain escape sequences.
             print(f"  {place:3}  {one.similarity:6.3f}  {plain_text(one.path)}")
-    try:
+    with writing(options.out):
         write_search_page(options.out, model, options.gallery, list(zip(options.queries, found, strict=True)))
-    except OSError as error:
-        raise DataError(
-            f"Cannot write {options.out}: {error.strerror or error}. Choose another place with --out."
-        ) from error
     print(f"page: {options.out}")
     return 0
 

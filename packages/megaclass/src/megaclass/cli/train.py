@@ -4,86 +4,59 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from megaclass.cli.arguments import add_commands
 from megaclass.cli.hints import Commands
 from megaclass_launch.errors import ConfigError
 from megaclass_launch.operating_system import is_linux
 
 _logger = logging.getLogger("megaclass.cli")
+_COMMANDS = """
+train: train, evaluate and export the model of a recipe
+    Trains the model of a recipe: megaclass train demo head.sample_rate=0.1 train.epochs=2
+  recipe           path  TOML file with the settings, name of a built-in recipe, or a folder of images, for which a recipe is
+                chosen
+  @settings
+  --resume         text [=auto|best|PATH]    continue the run from its newest complete checkpoint (also without a value), from
+                its best one (--resume=best), or from a given one (--resume=PATH)
+  --overwrite      flag  replace the run in the run folder
+  --match-classes  flag  if the list of classes has changed, keep the centres of classes with the same name, or number
+  --same-numbers   flag  accept classes without names as the same people if their numbers are equal, although their images
+                differ (for example because they were encoded again)
+  --show-config    flag  print the resolved settings as TOML and exit
+
+top: show a running job: loss, speed, ranks, events
+    Shows a run while it trains, from its files: megaclass top runs/demo. Ctrl-C ends the view, not the run.
+  folder  path RUN  run folder (train.run_dir), on any host that sees it
+  --once  flag      print the view once; the default if the output is not a terminal
+
+import-config: convert an InsightFace config (configs/*.py) into a recipe
+    Converts an InsightFace config (configs/*.py) into a recipe, without executing it.
+  file        path   the config, for example configs/ms1mv3_r50.py
+  --gpus      int    number of GPUs of the published run, because batch_size is per GPU (taken from the file's name,
+                otherwise 8)
+  --lr-power  1|2=1  exponent of the learning rate schedule: 1 as in the current train_v2.py, 2 as in its older one
+  --out       path   recipe to write, which must not exist (default: standard output)
+"""
+_RECIPE_COMMANDS = """
+demo: the whole job in two minutes on a CPU: train, evaluate, report, export
+    Two processes (outside of Linux one) train on synthetic identities, evaluate on unseen ones, write a report and export a
+        model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo --overwrite
+  @settings
+  --resume  text?=auto  continue the demo, for example with train.epochs=10
+
+recipes: list the built-in recipes
+    Lists the built-in recipes with their first line.
+
+completion: print a completion script for your shell
+    Prints a completion script. For bash: eval "$(megaclass completion bash)", for example in ~/.bashrc.
+  shell  bash|zsh|tcsh  shell that reads the script
+"""
 
 
 def add_train_commands(commands: Commands) -> None:
     """Adds `train`, `top` and `import-config` to the parser's commands."""
-    train = commands.add_parser(
-        "train",
-        help="train, evaluate and export the model of a recipe",
-        description="Trains the model of a recipe: megaclass train demo head.sample_rate=0.1 train.epochs=2",
-    )
-    train.add_argument(
-        "recipe",
-        type=Path,
-        help="TOML file with the settings, name of a built-in recipe, or a folder of images, for which a recipe is chosen",
-    )
-    train.add_argument(
-        "settings",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings that take precedence over the file",
-    )
-    train.add_argument(
-        "--resume",
-        metavar="[=auto|best|PATH]",
-        help="continue the run from its newest complete checkpoint (also without a value), from its best one "
-        "(--resume=best), or from a given one (--resume=PATH)",
-    )
-    train.add_argument("--overwrite", action="store_true", help="replace the run in the run folder")
-    train.add_argument(
-        "--match-classes",
-        action="store_true",
-        help="if the list of classes has changed, keep the centres of classes with the same name, or number",
-    )
-    train.add_argument(
-        "--same-numbers",
-        action="store_true",
-        help="accept classes without names as the same people if their numbers are equal, although their images differ "
-        "(for example because they were encoded again)",
-    )
-    train.add_argument("--show-config", action="store_true", help="print the resolved settings as TOML and exit")
-    train.set_defaults(run=_train)
-
-    top = commands.add_parser(
-        "top",
-        help="show a running job: loss, speed, ranks, events",
-        description="Shows a run while it trains, from its files: megaclass top runs/demo. Ctrl-C ends the view, not the run.",
-    )
-    top.add_argument("folder", type=Path, metavar="RUN", help="run folder (train.run_dir), on any host that sees it")
-    top.add_argument(
-        "--once", action="store_true", help="print the view once; the default if the output is not a terminal"
-    )
-    top.set_defaults(run=_top)
-
-    recipe = commands.add_parser(
-        "import-config",
-        help="convert an InsightFace config (configs/*.py) into a recipe",
-        description="Converts an InsightFace config (configs/*.py) into a recipe, without executing it.",
-    )
-    recipe.add_argument("file", type=Path, help="the config, for example configs/ms1mv3_r50.py")
-    recipe.add_argument(
-        "--gpus",
-        type=int,
-        help="number of GPUs of the published run, because batch_size is per GPU (taken from the file's name, otherwise 8)",
-    )
-    recipe.add_argument(
-        "--lr-power",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="exponent of the learning rate schedule: 1 as in the current train_v2.py, 2 as in its older one (default: 1)",
-    )
-    recipe.add_argument("--out", type=Path, help="recipe to write, which must not exist (default: standard output)")
-    recipe.set_defaults(run=_import_config)
+    add_commands(commands, _COMMANDS, {"train": _train, "top": _top, "import-config": _import_config})
 
 
 def _train(options: argparse.Namespace, given: list[str]) -> int:
@@ -151,31 +124,12 @@ _RECIPES = "_megaclass_recipes"
 
 def add_recipe_commands(commands: Commands, parser: argparse.ArgumentParser) -> None:
     """Adds `demo`, `recipes` and `completion` to the parser's commands."""
-    demo = commands.add_parser(
-        "demo",
-        help="the whole job in two minutes on a CPU: train, evaluate, report, export",
-        description="Two processes (outside of Linux one) train on synthetic identities, evaluate on unseen ones, write a "
-        "report and export a model, in the current folder: runs/demo and datasets/demo. The same as: megaclass train demo "
-        "--overwrite",
-    )
-    demo.add_argument(
-        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that take precedence"
-    )
-    demo.add_argument(
-        "--resume", nargs="?", const="auto", metavar="", help="continue the demo, for example with train.epochs=10"
-    )
-    demo.set_defaults(run=lambda options, given: _demo(options, parser))
-    recipes = commands.add_parser(
-        "recipes", help="list the built-in recipes", description="Lists the built-in recipes with their first line."
-    )
-    recipes.set_defaults(run=_recipes)
-    completion = commands.add_parser(
-        "completion",
-        help="print a completion script for your shell",
-        description='Prints a completion script. For bash: eval "$(megaclass completion bash)", for example in ~/.bashrc.',
-    )
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    completion.set_defaults(run=lambda options, given: _completion(options, parser))
+    functions = {
+        "demo": lambda options, given: _demo(options, parser),
+        "recipes": _recipes,
+        "completion": lambda options, given: _completion(options, parser),
+    }
+    add_commands(commands, _RECIPE_COMMANDS, functions)
 
 
 def _demo(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

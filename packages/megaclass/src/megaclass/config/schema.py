@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Literal
 
 from megaclass_launch.errors import ConfigError
 
@@ -31,19 +31,6 @@ def within(allowed: str) -> dict[str, object]:
     return {"allowed": allowed}
 
 
-def _require(name: str, value: object, is_allowed: bool, allowed: str) -> None:
-    if not is_allowed:
-        raise ConfigError(f"{name} is {value if value != '' else 'empty'}; it must be {allowed}.")
-
-
-def _require_ranges(section: str, settings: Any) -> None:
-    """Checks the numbers of a section whose fields state a range; unset values are allowed."""
-    for one in fields(settings):
-        allowed, value = str(one.metadata.get("allowed", "")), getattr(settings, one.name)
-        if allowed and value is not None:
-            _require(f"{section}.{one.name}", value, is_within(value, allowed), allowed)
-
-
 def is_within(value: float, allowed: str) -> bool:
     """Tells whether a number lies in a range that is written as "0 or more", "at least 1", "above 0" or "in [0, pi / 2]"."""
     if interval := re.search(r"in ([\[(])([^,]+), ([^])]+)([])])", allowed):
@@ -56,7 +43,30 @@ def is_within(value: float, allowed: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SynthConfig:
+class _Section:
+    """A section of the settings. Its fields state their ranges; `check` has what depends on several of them."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            allowed, value = str(one.metadata.get("allowed", "")), getattr(self, one.name)
+            if allowed and value is not None:
+                self.require(one.name, is_within(value, allowed), allowed)
+        self.check()
+
+    def check(self) -> None:
+        """Raises a ConfigError if settings do not fit each other."""
+
+    def require(self, name: str, is_allowed: bool, allowed: str, value: object = None) -> None:
+        """Raises a ConfigError unless the setting is allowed. value: shown instead of all of it."""
+        if not is_allowed:
+            value = getattr(self, name) if value is None else value
+            shown = "empty" if value == "" else list(value) if isinstance(value, tuple) else value
+            section = type(self).__name__.removesuffix("Config").lower()
+            raise ConfigError(f"{section}.{name} is {shown}; it must be {allowed}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthConfig(_Section):
     """Synthetic identities, drawn into `data.path` if it holds no data yet."""
 
     identities: int = field(default=0, metadata=within("0 or more"))
@@ -70,12 +80,9 @@ class SynthConfig:
     seed: int = field(default=0, metadata=within("0 or more"))
     """Random seed; the same seed draws the same pixels."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("synth", self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(_Section):
     """Training images."""
 
     path: str = field(metadata=MAY_CHANGE)
@@ -105,26 +112,19 @@ class DataConfig:
     stage: str = field(default="", metadata=MAY_CHANGE)
     """Folder in memory, such as /dev/shm, in which each host keeps a copy of the data; empty for none."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("data", self)
-        _require("data.path", self.path, bool(self.path), "a folder, such as data.path=photos")
+    def check(self) -> None:
+        self.require("path", bool(self.path), "a folder, such as data.path=photos")
         sides = (self.size,) if isinstance(self.size, int) else self.size
         is_size = self.size == 0 or all(8 <= side <= 4096 for side in sides)
-        _require("data.size", self.size, is_size, "0, one number in [8, 4096], or two: [height, width]")
-        has_workers = self.workers == "auto" or 0 <= self.workers <= 256
-        _require("data.workers", self.workers, has_workers, "auto, or a number in [0, 256]")
+        self.require("size", is_size, "0, one number in [8, 4096], or two: [height, width]", self.size)
+        self.require("workers", self.workers == "auto" or 0 <= self.workers <= 256, "auto, or a number in [0, 256]")
         is_group = self.images_per_class == 1 or (self.images_per_class > 1 and self.order == "classes")
-        _require("data.images_per_class", self.images_per_class, is_group, "1, or more with data.order=classes")
-        _require(
-            "data.keep_last",
-            self.keep_last,
-            not self.keep_last or self.order == "images",
-            "off with data.order=classes",
-        )
+        self.require("images_per_class", is_group, "1, or more with data.order=classes")
+        self.require("keep_last", not self.keep_last or self.order == "images", "off with data.order=classes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BackboneConfig:
+class BackboneConfig(_Section):
     """The network that computes embeddings of images."""
 
     name: str = "iresnet50"
@@ -146,15 +146,13 @@ class BackboneConfig:
     checkpoint_activations: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("backbone", self)
-        is_timm = self.name.startswith("timm/")
+    def check(self) -> None:
         needed = "empty unless backbone.name is timm/NAME: train.init_backbone takes weights of other networks"
-        _require("backbone.pretrained", self.pretrained, is_timm or not self.pretrained, needed)
+        self.require("pretrained", self.name.startswith("timm/") or not self.pretrained, needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeadConfig:
+class HeadConfig(_Section):
     """The classification layer, whose class centres are split over all ranks. The number of classes comes from the data."""
 
     margin: str = "arcface"
@@ -175,8 +173,8 @@ class HeadConfig:
     """Fraction of the negative classes used per step, 1.0 for the full softmax; or a schedule [[first step, rate], ...]."""
     sample_positives: bool = False
     """Count the positives in head.sample_rate, as InsightFace does: that fraction of all classes is used per step."""
-    optimizer: Literal["sgd", "adamw", "adagrad"] = "sgd"
-    """Optimizer of the class centres."""
+    optimizer: Literal["auto", "sgd", "adamw", "adagrad"] = "auto"
+    """Optimizer of the class centres; auto is adagrad if negatives are sampled (head.sample_rate below 1), else sgd."""
     momentum: float = field(default=0.9, metadata=within("in [0, 1)"))
     """Momentum of sgd for the class centres."""
     weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
@@ -192,34 +190,34 @@ class HeadConfig:
     kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("head", self)
-        for name in ("m1", "m2", "m3"):
-            value = getattr(self, name)
-            needed = "unset unless head.margin is combined; the other margins take head.margin_size"
-            _require(f"head.{name}", value, value is None or self.margin == "combined", needed)
-        is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
-        needed = "unset if head.m2 is set: both are the angle of the margin combined"
-        _require("head.margin_size", self.margin_size, is_named_once, needed)
-        has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
-        _require(
-            "head.gradient",
-            self.gradient,
-            has_choice,
-            f"exact for the margin {self.margin}, which has no other derivative",
+    @property
+    def is_sampled(self) -> bool:
+        rates = (
+            [self.sample_rate] if isinstance(self.sample_rate, float | int) else [rate for _, rate in self.sample_rate]
         )
+        return any(rate != 1.0 for rate in rates)
+
+    def check(self) -> None:
+        if self.optimizer == "auto":
+            object.__setattr__(self, "optimizer", "adagrad" if self.is_sampled else "sgd")
+        for name in ("m1", "m2", "m3"):
+            needed = "unset unless head.margin is combined; the other margins take head.margin_size"
+            self.require(name, getattr(self, name) is None or self.margin == "combined", needed)
+        is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
+        self.require("margin_size", is_named_once, "unset if head.m2 is set: both are the angle of the margin combined")
+        has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
+        self.require("gradient", has_choice, f"exact for the margin {self.margin}, which has no other derivative")
         schedule = self.sample_rate if isinstance(self.sample_rate, tuple) else ((0, self.sample_rate),)
         for _, rate in schedule:
-            _require("head.sample_rate", rate, 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only")
+            self.require("sample_rate", 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only", rate)
         steps = [step for step, _ in schedule]
         is_rising = steps[:1] == [0] and all(a < b for a, b in itertools.pairwise(steps))
-        _require(
-            "head.sample_rate", list(map(list, schedule)), is_rising, "a list of increasing steps that starts at 0"
-        )
+        shown = [list(one) for one in schedule]
+        self.require("sample_rate", is_rising, "a list of increasing steps that starts at 0", shown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(_Section):
     """Optimizer of the backbone, and the learning rate of backbone and head."""
 
     name: Literal["sgd", "adamw"] = "sgd"
@@ -227,7 +225,7 @@ class OptimizerConfig:
     lr: float = field(default=0.1, metadata=within("above 0"))
     """Peak learning rate, reached after the warm-up."""
     head_lr: float | None = field(default=None, metadata=within("above 0"))
-    """Peak learning rate of the class centres; unset uses optimizer.lr."""
+    """Peak learning rate of the class centres; unset uses optimizer.lr, and 0.2 if head.optimizer is adagrad."""
     momentum: float = field(default=0.9, metadata=within("in [0, 1)"))
     """Momentum of sgd for the backbone."""
     weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
@@ -247,17 +245,15 @@ class OptimizerConfig:
     step_epochs: tuple[float, ...] = ()
     """Epochs at which the step schedule divides the learning rate by ten."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("optimizer", self)
+    def check(self) -> None:
         is_rising = all(a < b for a, b in itertools.pairwise((0.0, *self.step_epochs)))
-        _require("optimizer.step_epochs", list(self.step_epochs), is_rising, "increasing epochs above 0")
-        has_steps = self.schedule != "step" or bool(self.step_epochs)
+        self.require("step_epochs", is_rising, "increasing epochs above 0")
         needed = "polynomial or cosine, or have the epochs at which the rate falls: optimizer.step_epochs=8,14"
-        _require("optimizer.schedule", self.schedule, has_steps, needed)
+        self.require("schedule", self.schedule != "step" or bool(self.step_epochs), needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(_Section):
     """The training run."""
 
     run_dir: str = field(metadata=MAY_CHANGE)
@@ -326,27 +322,23 @@ class TrainConfig:
     """Initial centres: a checkpoint or run folder, a folder of checkpoint_gpu_N.pt or N_centers.param, or class_means."""
 
     mean_weight: float | None = field(default=None, metadata=MAY_CHANGE | within("in [0, 1000]"))
-    """After the last step, turn centres to (centre + this * mean of its images), one pass; unset: 2 if sampled, else 0."""
+    """After the last step, turn centres to (centre + this / sqrt(sample rate) * mean); unset: 2 if sampled, else 0."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("train", self)
-        _require("train.run_dir", self.run_dir, bool(self.run_dir), "a folder, such as train.run_dir=runs/first")
-        _require("train.seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2^63)")
-        _require(
-            "train.accumulate", self.accumulate, 1 <= self.accumulate <= self.global_batch, "in [1, train.global_batch]"
-        )
-        is_time = self.hang_after_s is None or self.hang_after_s == 0 or self.hang_after_s >= 1
+    def check(self) -> None:
+        self.require("run_dir", bool(self.run_dir), "a folder, such as train.run_dir=runs/first")
+        self.require("seed", 0 <= self.seed < 2**63, "in [0, 2^63)")
+        self.require("accumulate", 1 <= self.accumulate <= self.global_batch, "in [1, train.global_batch]")
         needed = "0 if train.evaluate_epochs is 0: it counts the evaluations during training"
-        _require("train.patience", self.patience, not self.patience or self.evaluate_epochs > 0, needed)
-        _require("train.hang_after_s", self.hang_after_s, is_time, "0, or at least 1 second")
-        _require("train.metrics_address", self.metrics_address, bool(self.metrics_address), "an address of this host")
+        self.require("patience", not self.patience or self.evaluate_epochs > 0, needed)
+        self.require("hang_after_s", not self.hang_after_s or self.hang_after_s >= 1, "0, or at least 1 second")
+        self.require("metrics_address", bool(self.metrics_address), "an address of this host")
         is_range = self.profile == "" or self.profiled_steps()[0] < self.profiled_steps()[1]
-        _require("train.profile", self.profile, is_range, "first:stop with 0 <= first < stop, for example 100:110")
+        self.require("profile", is_range, "first:stop with 0 <= first < stop, for example 100:110")
         has_ranks = bool(self.profile_ranks) and all(rank >= 0 for rank in self.profile_ranks)
-        _require("train.profile_ranks", list(self.profile_ranks), has_ranks, "a list of ranks, for example [0, 8]")
+        self.require("profile_ranks", has_ranks, "a list of ranks, for example [0, 8]")
         has_means = self.init_centres != CLASS_MEANS or self.init_backbone is not None
         needed = "a path if train.init_backbone is unset: class means are computed with the initial backbone"
-        _require("train.init_centres", self.init_centres, has_means, needed)
+        self.require("init_centres", has_means, needed)
 
     def profiled_steps(self) -> tuple[int, int]:
         """Returns the first profiled step and the one after the last, counted from 0; (0, 0) for none."""
@@ -355,7 +347,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistilConfig:
+class DistilConfig(_Section):
     """Training with a teacher: a trained model whose embeddings the backbone learns to give."""
 
     teacher: str = field(default="", metadata=MAY_CHANGE)
@@ -367,15 +359,14 @@ class DistilConfig:
     cache: bool = field(default=False, metadata=MAY_CHANGE)
     """Embed every image with the teacher once, before the first step, into the run folder: 2 bytes per number."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("distil", self)
+    def check(self) -> None:
         needed = "above 0 if distil.relations is 0: without both the teacher has no effect"
         has_effect = not self.teacher or self.cosine > 0 or self.relations > 0
-        _require("distil.cosine", self.cosine, has_effect, needed)
+        self.require("cosine", has_effect, needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportConfig:
+class ExportConfig(_Section):
     """Formats in which the trained backbone is exported."""
 
     onnx: bool = field(default=True, metadata=MAY_CHANGE)

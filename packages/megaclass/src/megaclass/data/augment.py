@@ -7,8 +7,6 @@ changes, changes them together and puts them back. A new one is a function and a
 data.augment it leaves all others fast.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

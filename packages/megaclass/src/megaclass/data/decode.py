@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -203,40 +204,35 @@ def _decode_jpeg(encoded: bytes, where: str) -> NDArray[np.uint8]:
     return _upright(image_HW3, _jpeg_orientation(encoded))
 
 
-def _pillow_dimensions(encoded: bytes, where: str) -> tuple[int, int, int]:
-    """Returns (height, width, orientation) from the header."""
-    from PIL import Image
+@contextmanager
+def _opened(encoded: bytes, where: str) -> Iterator[Image]:
+    """Opens an image with Pillow; all errors of the block become DataErrors."""
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(encoded), formats=_PILLOW_FORMATS) as image:
             _require_reasonable(image.height, image.width, where)
-            return image.height, image.width, _orientation(image.info.get("exif", b""))
+            yield image
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError(f"Cannot decode {where}: {_no_image(encoded)}.") from error
     except Exception as error:
-        raise _pillow_failed(encoded, where, error) from error
+        raise DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({_brief(error)}).") from error
+
+
+def _pillow_dimensions(encoded: bytes, where: str) -> tuple[int, int, int]:
+    """Returns (height, width, orientation) from the header."""
+    with _opened(encoded, where) as image:
+        return image.height, image.width, _orientation(image.info.get("exif", b""))
 
 
 def _decode_with_pillow(encoded: bytes, where: str) -> NDArray[np.uint8]:
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(encoded), formats=_PILLOW_FORMATS) as image:
-            _require_reasonable(image.height, image.width, where)
-            image_HW3 = pillow_to_rgb(image, image, where)
-            # Pillow turns a TIFF itself. The orientation of a PNG may come after its pixels, so it is read last.
-            orientation = 1 if image.format == "TIFF" else _orientation(image.info.get("exif", b""))
-    except Exception as error:
-        raise _pillow_failed(encoded, where, error) from error
+    with _opened(encoded, where) as image:
+        image_HW3 = pillow_to_rgb(image, image, where)
+        # Pillow turns a TIFF itself. The orientation of a PNG may come after its pixels, so it is read last.
+        orientation = 1 if image.format == "TIFF" else _orientation(image.info.get("exif", b""))
     return _upright(image_HW3, orientation)
-
-
-def _pillow_failed(encoded: bytes, where: str, error: Exception) -> DataError:
-    from PIL import UnidentifiedImageError
-
-    if isinstance(error, DataError):
-        return error
-    if isinstance(error, UnidentifiedImageError):
-        return DataError(f"Cannot decode {where}: {_no_image(encoded)}.")
-    return DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({_brief(error)}).")
 
 
 def _no_image(encoded: bytes) -> str:

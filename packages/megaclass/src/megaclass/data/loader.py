@@ -19,8 +19,8 @@ from megaclass.data.decode import Fit
 from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings, start_fork_server
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.order import Order, rank_batch
+from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.source import ImageSource
-from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
 from megaclass_launch.ranks.reused_memory import ReusedMemory

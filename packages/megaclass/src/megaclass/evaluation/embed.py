@@ -8,16 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megaclass.data.augment import normalise, to_tensor
-from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.images import Images, OtherSizeError
 from megaclass.image_size import ImageSize, height_and_width, shown_size
-from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
 _log = logging.getLogger("megaclass.evaluation")
 OnProgress = Callable[[int, int], None]
@@ -41,57 +38,6 @@ class Embedded:
 
     def normalised_ND(self) -> NDArray[np.float32]:
         return np.asarray(self.sums_ND / np.linalg.norm(self.sums_ND, axis=1, keepdims=True), dtype=np.float32)
-
-
-def embed_images(
-    network: nn.Module,
-    images: Images,
-    *,
-    device: torch.device,
-    batch_size: int = 64,
-    num_threads: int = 1,
-    mirror: bool = True,
-    group: dist.ProcessGroup | None = None,
-    on_progress: OnProgress | None = None,
-) -> Embedded:
-    """Collective. Embeds all images; the result is the same on every rank. The network keeps its train or eval mode.
-
-    Of images with equal content one is embedded: a set of 6,000 pairs names most of its images several times. Every rank
-    embeds a contiguous part, decoding batch by batch: at most two batches of pixels are in memory. An image that cannot be
-    decoded, has another size or an embedding that is not finite is an error that every rank raises. Rank 0 logs how many
-    images had another size and were fitted to the model's.
-
-    Traffic per rank: one all-gather of 4 KiB (did all ranks succeed?), one of ceil(N / W) x (D + 2) floats, where N counts
-    distinct images.
-    """
-    num_ranks = group_size(group)
-    firsts, places_N = distinct_images(images)
-    part = [firsts[place] for place in part_of_rank(len(firsts), group_rank(group), num_ranks)]
-
-    def report(done: int, _: int) -> None:
-        if on_progress is not None:
-            # This rank speaks for all: the others are about as far.
-            on_progress(min(len(firsts), done * num_ranks), len(firsts))
-
-    rows = on_every_rank(
-        lambda: embed_part(
-            network,
-            images,
-            part,
-            device=device,
-            batch_size=batch_size,
-            num_threads=num_threads,
-            mirror=mirror,
-            on_progress=report,
-        ),
-        device,
-        group,
-    )
-    is_resized = rows.new_tensor([[float(index in images.resized)] for index in part])
-    gathered = gather_blocks(torch.cat([rows, is_resized], dim=1), group).flatten(0, 1).cpu().numpy()[places_N]
-    if group_rank(group) == 0:
-        log_resized(int(gathered[:, -1].sum()), len(images), images.image_size, f"from {images.name(0)} on")
-    return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-2]), norms_N=np.ascontiguousarray(gathered[:, -2]))
 
 
 def distinct_images(images: Images) -> tuple[list[int], NDArray[np.int64]]:

@@ -20,8 +20,8 @@ from megaclass.errors import DataError
 _NUM_WORST, _NUM_CONFUSED, _NUM_PICTURES = 10, 12, 4
 _PICTURE_SIZE = 112
 _SAID = "findings"
-DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""The exceptions of `unpacked` on damaged arrays."""
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""The exceptions of code that uses damaged values as if they were right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

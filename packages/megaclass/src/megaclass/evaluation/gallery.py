@@ -13,7 +13,8 @@ In all but the list the folder that directly holds a file names its identity.
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from megaclass.distributed.agreement import on_every_rank_for_long, paths_of_mai
 from megaclass.errors import DataError
 from megaclass.evaluation.embed import log_resized
 from megaclass.evaluation.images import GivenImages, find_images
-from megaclass.evaluation.protocol import Evaluator
+from megaclass.evaluation.protocol import EvaluationSet, Evaluator
 from megaclass.evaluation.search import GalleryShard, rows_of_rank
 
 Rows = NDArray[np.float32]
@@ -102,6 +103,50 @@ def open_gallery(evaluator: Evaluator, path: Path) -> Gallery:
     files = paths_of_main_rank(listed, device, group)
     kind = _FeatureFiles if files[0].suffix == ".bin" else _ImageFiles
     return kind(evaluator, path, files, [file.parent.name for file in files])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Searched:
+    """Probes and the gallery in which they are searched, embedded; identities are numbered."""
+
+    gallery: Gallery
+    shard: GalleryShard
+    """This rank's part of the gallery, with labels."""
+    labels_N: NDArray[np.int64]
+    """Of the whole gallery."""
+    probes_PD: Rows
+    probe_labels_P: NDArray[np.int64]
+    probe_keys_P: NDArray[np.int64] | None
+    """Content digests if probes may be in the gallery themselves; None if they cannot be compared with it."""
+
+
+def open_searched(evaluator: Evaluator, one: EvaluationSet) -> Searched:
+    """Collective. Embeds the probes on every rank, and of the gallery at the set's path this rank's part."""
+    assert one.probes is not None
+    probes = open_gallery(evaluator, one.probes)
+    probes_PD = probes.all_rows()
+    gallery = open_gallery(evaluator, one.path)
+    shard = gallery.shard(probes_PD.shape[1])
+    known = {name: number for number, name in enumerate(dict.fromkeys(gallery.identities))}
+    labels_N, keys_P, keys_N = labels_of(gallery.identities, known), None, None
+    part = range(shard.first, shard.first + len(shard))
+    # Every model finds an image by itself at rank 1: a probe that is in the gallery is compared with the others only.
+    if probes.is_comparable(gallery):
+        keys_P, keys_N = probes.content_keys(range(len(probes))), gallery.content_keys(part)
+    return Searched(
+        gallery=gallery,
+        shard=replace(shard, labels_N=labels_N[part.start : part.stop], keys_N=keys_N),
+        labels_N=labels_N,
+        probes_PD=probes_PD,
+        probe_labels_P=labels_of(probes.identities, known),
+        probe_keys_P=keys_P,
+    )
+
+
+def labels_of(identities: Sequence[str], known: Mapping[str, int]) -> NDArray[np.int64]:
+    """Returns the number of each identity; an unknown one gets a number above all known ones."""
+    numbers = dict(known)
+    return np.array([numbers.setdefault(name, len(numbers)) for name in identities], dtype=np.int64)
 
 
 def _read_list(path: Path) -> tuple[list[Path], list[str]]:

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,39 +36,17 @@ class OtherSizeError(DataError):
     """An image of another size. The file is not bad, so it is never skipped: the user must choose how to fit it."""
 
 
-class Images(Protocol):
-    """Images by number."""
-
-    @property
-    def image_size(self) -> ImageSize: ...
-
-    @property
-    def resized(self) -> set[int]:
-        """Numbers of the images decoded so far that had another size."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """Returns the name of the image for error messages."""
-        ...
-
-    def content(self, index: int) -> Hashable:
-        """Returns what tells the image from others: images of equal content are embedded once."""
-        ...
-
-    def pixels(self, index: int) -> Pixels:
-        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class _FittedImages(ABC):
-    """Images that are fitted to the size of the model, or refused without a fit."""
+class Images(ABC):
+    """Images by number, which are fitted to the size of the model, or refused without a fit."""
 
     image_size: ImageSize
     fit: Fit | None = None
     resized: set[int] = field(default_factory=set)
+    """Numbers of the images decoded so far that had another size."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -80,10 +57,11 @@ class _FittedImages(ABC):
         """Returns the image in its own size."""
 
     def content(self, index: int) -> Hashable:
-        """Returns the number of the image: nothing is known about its content."""
+        """Returns what tells the image from others, of which one is embedded: its number if nothing is known."""
         return index
 
     def pixels(self, index: int) -> Pixels:
+        """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
         image_HW3 = self._decoded(index)
         size = height_and_width(self.image_size)
         if image_HW3.shape[:2] == size:
@@ -100,7 +78,7 @@ class _FittedImages(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairImages(_FittedImages):
+class PairImages(Images):
     """The 2N encoded images of a verification set."""
 
     pair_set: PairSet
@@ -120,7 +98,7 @@ class PairImages(_FittedImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceImages(_FittedImages):
+class SourceImages(Images):
     """The images of labelled data, read on access."""
 
     source: ImageSource
@@ -136,7 +114,7 @@ class SourceImages(_FittedImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenImages(_FittedImages):
+class GivenImages(Images):
     """Images that a caller gives: paths of files, Pillow images, arrays and tensors of bytes, in any mixture."""
 
     images: Sequence[object]
@@ -197,14 +175,11 @@ def pixels_of(image: object, name: str) -> Pixels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignedImages:
-    """Photos with five landmarks each, rotated and scaled onto the standard face."""
+class AlignedImages(Images):
+    """Photos with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
-    image_size: ImageSize
-    resized: set[int] = field(default_factory=set)
-    """Always empty: alignment gives every photo the size of the model."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -212,11 +187,7 @@ class AlignedImages:
     def name(self, index: int) -> str:
         return str(self.paths[index])
 
-    def content(self, index: int) -> Hashable:
-        """Returns the number of the photo: it may show several faces, each with landmarks of its own."""
-        return index
-
-    def pixels(self, index: int) -> Pixels:
+    def _decoded(self, index: int) -> Pixels:
         height, width = height_and_width(self.image_size)
         if height != width:
             raise DataError(

@@ -6,8 +6,8 @@ on the command line, evaluation.json, the report, model cards) goes through the 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megaclass.data.decode import Fit
+from megaclass.distributed.agreement import on_every_rank
 from megaclass.evaluation.centres import ClassShard
-from megaclass.evaluation.embed import Embedded, OnProgress, embed_images, embed_part
-from megaclass.evaluation.examples import Examples
+from megaclass.evaluation.embed import Embedded, OnProgress, distinct_images, embed_part, log_resized, part_of_rank
+from megaclass.evaluation.examples import DAMAGED, Examples
 from megaclass.evaluation.images import Images
 from megaclass.image_size import ImageSize
+from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
 Floats = NDArray[np.float64]
 Numbers = Mapping[str, Any]
 """The numbers of one model on one set, as evaluation.json holds them."""
-Checks = Mapping[str, Callable[[object], bool]]
-"""A check for each number of a protocol by its key in evaluation.json."""
 NOT_MEASURABLE = "not measurable"
 
 
@@ -57,17 +57,31 @@ class Evaluator:
     on_progress: OnProgress | None = None
 
     def embed(self, images: Images) -> Embedded:
-        """Collective. Embeds all images, each rank a part; the result is the same on every rank."""
-        return embed_images(
-            self.network,
-            images,
-            device=self.device,
-            batch_size=self.batch_size,
-            num_threads=self.num_threads,
-            mirror=self.mirror,
-            group=self.group,
-            on_progress=self.on_progress,
-        )
+        """Collective. Embeds all images; the result is the same on every rank. The network keeps its train or eval mode.
+
+        Of images with equal content one is embedded: a set of 6,000 pairs names most of its images several times. Every rank
+        embeds a contiguous part, decoding batch by batch: at most two batches of pixels are in memory. An image that cannot be
+        decoded, has another size or an embedding that is not finite is an error that every rank raises. Rank 0 logs how many
+        images had another size and were fitted to the model's.
+
+        Traffic per rank: one all-gather of 4 KiB (did all ranks succeed?), one of ceil(N / W) x (D + 2) floats, where N counts
+        distinct images.
+        """
+        group, num_ranks, on_progress = self.group, group_size(self.group), self.on_progress
+        firsts, places_N = distinct_images(images)
+        part = [firsts[place] for place in part_of_rank(len(firsts), group_rank(group), num_ranks)]
+
+        def report(done: int, _: int) -> None:
+            if on_progress is not None:
+                # This rank speaks for all: the others are about as far.
+                on_progress(min(len(firsts), done * num_ranks), len(firsts))
+
+        rows = on_every_rank(lambda: replace(self, on_progress=report).embed_part(images, part), self.device, group)
+        is_resized = rows.new_tensor([[float(index in images.resized)] for index in part])
+        gathered = gather_blocks(torch.cat([rows, is_resized], dim=1), group).flatten(0, 1).cpu().numpy()[places_N]
+        if group_rank(group) == 0:
+            log_resized(int(gathered[:, -1].sum()), len(images), images.image_size, f"from {images.name(0)} on")
+        return Embedded(sums_ND=np.ascontiguousarray(gathered[:, :-2]), norms_N=np.ascontiguousarray(gathered[:, -2]))
 
     def embed_part(self, images: Images, part: Sequence[int]) -> Tensor:
         """Embeds some of the images on this rank alone; see `embed.embed_part` for the columns of the result."""
@@ -173,10 +187,14 @@ class EvaluationProtocol(ABC):
     """Name in the table of a model card."""
     found_at: ClassVar[str] = ""
     """Paths that `find` recognises, for error messages."""
-    expected: ClassVar[Checks]
-    """Check of each number when evaluation.json is read: the file may be damaged or come from a stranger."""
-    optional: ClassVar[frozenset[str]] = frozenset()
-    """Keys of `expected` that older versions did not write."""
+    quoted_at: ClassVar[tuple[str, ...]] = ()
+    """Keys that lead to the quoted number."""
+    headline_form: ClassVar[str] = ""
+    """The texts, as format strings of the numbers, and of `quoted` (text) and `share` (number) for the quoted one."""
+    lead_form: ClassVar[str] = ""
+    meaning_form: ClassVar[str] = ""
+    shares: ClassVar[Mapping[str, str]] = {}
+    """The table of the report: the title of each share, with {} for the keys of a table of shares."""
 
     def find(self, path: Path) -> list[EvaluationSet]:
         """Returns the sets of this protocol at a path given with `--on`; none if it does not recognise the path."""
@@ -186,35 +204,54 @@ class EvaluationProtocol(ABC):
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         """Collective. Evaluates the set; the result is the same on every rank."""
 
-    @abstractmethod
+    def result(self, one: EvaluationSet, numbers: Numbers, **others: Any) -> SetResult:
+        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers, **others)
+
     def quoted(self, numbers: Numbers) -> float | None:
         """Returns the one number that people quote for such a set; higher is better."""
+        found: Any = numbers
+        for key in self.quoted_at:
+            found = found.get(key)
+        return None if found is None else float(found)
 
-    @abstractmethod
     def headline(self, numbers: Numbers) -> str:
         """Returns the quoted number as text."""
+        return self._said(self.headline_form, numbers)
 
-    @abstractmethod
     def lead(self, numbers: Numbers) -> str:
         """Returns the sentences above the table of the set in the report."""
-
-    @abstractmethod
-    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        """Returns the table rows of a set in the report, one cell for the numbers of each model."""
+        return self._said(self.lead_form, numbers)
 
     def meaning(self, numbers: Numbers) -> str:
         """Returns what the quoted number means, for readers who do not know the protocol; may be empty."""
-        return ""
+        return "" if self.quoted(numbers) is None else self._said(self.meaning_form, numbers)
+
+    def _said(self, form: str, numbers: Numbers) -> str:
+        share = self.quoted(numbers)
+        return form.format_map({**numbers, "share": share, "quoted": share_text(share)})
+
+    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
+        """Returns the table rows of a set in the report, one cell for the numbers of each model."""
+        return [row for key, title in self.shares.items() for row in share_rows(columns, key, title)]
 
     def remark(self, numbers: Numbers) -> str:
         """Returns a sentence that belongs next to the numbers wherever they are shown; may be empty."""
         return ""
 
+    def drawn(self, numbers: Numbers) -> Iterable[float]:
+        """Returns the numbers that are used elsewhere than in the texts and rows: in a chart, or to reject an image."""
+        return ()
+
     def fault(self, numbers: Numbers) -> str:
-        """Describes the first number that cannot be shown; empty if all can."""
-        for key, is_right in self.expected.items():
-            if not is_right(numbers[key]) if key in numbers else key not in self.optional:
-                return f"{key} is {str(numbers.get(key, 'missing'))[:60]!r}"
+        """Shows the numbers of an evaluation.json, which may be damaged; returns why they cannot be shown, or nothing."""
+        try:
+            for text in (self.headline, self.lead, self.meaning, self.remark):
+                text(numbers)
+            self.rows([numbers])
+            best_cells([""], [self.quoted(numbers)])
+            all(map(math.isfinite, self.drawn(numbers)))
+        except DAMAGED as error:
+            return f"a number is missing or of another kind ({type(error).__name__}: {str(error)[:60]})"
         return ""
 
 
@@ -229,13 +266,6 @@ def share_text(share: float | None) -> str:
     return NOT_MEASURABLE if share is None else percent(share)
 
 
-def share_with_interval(share: float | None, ends: Sequence[float] | None) -> str:
-    """Returns the share, with its 95 % confidence interval in brackets if there is one."""
-    if share is None or ends is None:
-        return share_text(share)
-    return f"{percent(share)} [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
-
-
 def best_cells(texts: Sequence[str], values: Sequence[float | None], *, is_lower_better: bool = False) -> list[Cell]:
     """Returns one cell per text, with the best value marked; none is marked if there is nothing to compare."""
     known = [value for value in values if value is not None and math.isfinite(value)]
@@ -246,58 +276,33 @@ def best_cells(texts: Sequence[str], values: Sequence[float | None], *, is_lower
 def share_cells(
     shares: Sequence[float | None], intervals: Sequence[Sequence[float] | None] | None = None
 ) -> list[Cell]:
-    """Returns one cell per model, the highest share marked."""
-    ends = intervals or [None] * len(shares)
-    return best_cells([share_with_interval(*one) for one in zip(shares, ends, strict=True)], shares)
+    """Returns one cell per model, the highest share marked; with 95 % confidence intervals in brackets if there are any."""
+    texts = []
+    for share, ends in zip(shares, intervals or [None] * len(shares), strict=True):
+        interval = f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]" if ends and share is not None else ""
+        texts.append(f"{share_text(share)}{interval}")
+    return best_cells(texts, shares)
 
 
 def rate_rows(columns: Sequence[Numbers]) -> list[Row]:
     """Returns the rows of everything that is read from a ROC."""
     aucs, eers = [n["auc"] for n in columns], [n["eer"] for n in columns]
-    rows: list[Row] = [
+    return [
         ("Area under the ROC", best_cells([f"{auc:.4f}" for auc in aucs], aucs)),
         ("Equal error rate", best_cells([percent(eer) for eer in eers], eers, is_lower_better=True)),
+        *share_rows(columns, "tar_at_far", "TAR at FAR {}"),
     ]
-    for far in columns[0]["tar_at_far"]:
-        tars = [n["tar_at_far"].get(far) for n in columns]
-        rows.append((f"TAR at FAR {far}", share_cells(tars, [n.get("tar_at_far_95", {}).get(far) for n in columns])))
-    return rows
 
 
-# ---- checks of numbers that were read from evaluation.json ---------------------------------------------------------
+def share_rows(columns: Sequence[Numbers], key: str, title: str) -> list[Row]:
+    """Returns the row of a share; if the title has a place for it, a row per entry of a table of shares, such as one per FAR.
 
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e15)
-
-
-def is_number_or_none(value: object) -> bool:
-    return value is None or is_number(value)
-
-
-def is_count(value: object) -> bool:
-    return is_number(value) and isinstance(value, int)
-
-
-def are_shares(value: object) -> bool:
-    return isinstance(value, dict) and all(map(is_number_or_none, value.values()))
-
-
-def are_intervals(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        one is None or (isinstance(one, list) and len(one) == 2 and all(map(is_number, one))) for one in value.values()
-    )
-
-
-def are_ranks(value: object) -> bool:
-    return isinstance(value, dict) and are_shares(value) and "1" in value
-
-
-RATE_CHECKS: Checks = {
-    "num_pairs": is_count,
-    "num_same": is_count,
-    "auc": is_number,
-    "eer": is_number,
-    "tar_at_far": are_shares,
-    "tar_at_far_95": are_intervals,
-}
+    95 % confidence intervals are shown if they are there, under the same key with `_95`.
+    """
+    if "{}" not in title:
+        return [(title, share_cells([n.get(key) for n in columns]))]
+    shares, ends = [n.get(key, {}) for n in columns], [n.get(f"{key}_95", {}) for n in columns]
+    return [
+        (title.format(at), share_cells([one.get(at) for one in shares], [one.get(at) for one in ends]))
+        for at in {**shares[0]}
+    ]

@@ -135,15 +135,11 @@ def _fault_of_set(name: str, kind: object, numbers: Mapping[str, Any]) -> str:
 def _write_curves(path: Path, result: SetResult) -> None:
     arrays: dict[str, Any] = {}
     if result.curves is not None:
-        for name in ("far", "tar", "edges", "same", "different"):
-            arrays[name] = getattr(result.curves, name)
-        if result.curves.thresholds is not None:
-            arrays["thresholds"] = result.curves.thresholds
-        arrays["marks"] = np.array([result.curves.threshold, result.curves.num_different])
+        drawn = {name: one for name, one in vars(result.curves).items() if isinstance(one, np.ndarray)}
+        arrays |= {**drawn, "marks": np.array([result.curves.threshold, result.curves.num_different])}
     if result.hard_pairs:
         described = [
-            {"pair": h.pair, "similarity": h.similarity, "is_same": h.is_same, "is_wrong": h.is_wrong, "names": h.names}
-            for h in result.hard_pairs
+            {name: one for name, one in vars(hard).items() if name != "pictures"} for hard in result.hard_pairs
         ]
         arrays["hard_pairs"] = np.frombuffer(json.dumps(described).encode(), dtype=np.uint8)
         for place, hard in enumerate(result.hard_pairs):
@@ -183,9 +179,8 @@ def _read_curves(path: Path) -> tuple[Curves | None, list[HardPair], Examples | 
 
 def _curves_in(arrays: Mapping[str, NDArray[Any]]) -> Curves:
     threshold, num_different = arrays["marks"].astype(np.float64).tolist()
-    parts = {name: arrays[name].astype(np.float64) for name in ("far", "tar", "edges", "same", "different")}
-    if "thresholds" in arrays:
-        parts["thresholds"] = arrays["thresholds"].astype(np.float64)
+    names = ("far", "tar", "edges", "same", "different", *(["thresholds"] if "thresholds" in arrays else []))
+    parts = {name: arrays[name].astype(np.float64) for name in names}
     if not all(part.ndim == 1 and len(part) and np.isfinite(part).all() for part in parts.values()):
         raise ValueError("curves must be one-dimensional and finite")
     curves = Curves(**parts, threshold=float(threshold), num_different=int(num_different))

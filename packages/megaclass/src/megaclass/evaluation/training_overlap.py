@@ -7,10 +7,10 @@ from typing import Any
 
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
-from megaclass.data.tools.overlap import Overlap, find_overlaps
+from megaclass.data.tools.overlap import describe_overlap, find_overlaps
 from megaclass.data.tools.split import is_unseen
-from megaclass.evaluation.embed import OnProgress
 from megaclass.evaluation.protocol import SetResult
+from megaclass.progress import OnProgress, no_progress
 
 
 def compared_with_training_data(
@@ -18,7 +18,7 @@ def compared_with_training_data(
     source: ImageSource,
     data_path: str,
     drawn: Path | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> list[SetResult]:
     """Returns the results with `training_data` added to each .bin: how many of its images are training images, and whether
     `megaclass data split` held its identities out of the data at `data_path`.
@@ -28,22 +28,14 @@ def compared_with_training_data(
     bins = {one.name: Path(one.path) for one in results if one.error is None and one.path.endswith(".bin")}
     images = {name: read_pairs(path).images for name, path in bins.items()}
     overlaps = find_overlaps(images, source, on_progress=on_progress) if bins else {}
-    return [
-        replace(
-            one,
-            numbers={
-                **one.numbers,
-                "training_data": _overlap_numbers(overlaps[one.name], bins[one.name], data_path, drawn),
-            },
-        )
-        if one.name in overlaps
-        else one
-        for one in results
-    ]
-
-
-def _overlap_numbers(overlap: Overlap, path: Path, data_path: str, drawn: Path | None) -> dict[str, int | bool]:
-    return {**overlap.to_json(), "is_held_out": path == drawn or is_unseen(path, data_path)}
+    compared = []
+    for one in results:
+        if one.name in overlaps:
+            is_held_out = bins[one.name] == drawn or is_unseen(bins[one.name], data_path)
+            found = {**overlaps[one.name], "is_held_out": is_held_out}
+            one = replace(one, numbers={**one.numbers, "training_data": found})
+        compared.append(one)
+    return compared
 
 
 def training_data_line(numbers: Mapping[str, Any]) -> str:
@@ -51,9 +43,8 @@ def training_data_line(numbers: Mapping[str, Any]) -> str:
     said = numbers.get("training_data")
     if said is None:
         return ""
-    overlap = Overlap.from_json(said)
-    sentence = overlap.describe()
-    if overlap.num_found:
+    sentence = describe_overlap(said)
+    if said["found"]:
         return f"WARNING: {sentence}. Hold some out first: megaclass data split."
     if said["is_held_out"]:
         return f"Its identities were held out of training; {sentence}."

@@ -18,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from megaclass.errors import ExportError
+from megaclass.errors import CheckpointError, ExportError
 from megaclass.evaluation.centres import ModelCentres
 from megaclass.evaluation.protocols.classification import no_centres
 from megaclass.evaluation.search import unit_rows_or_zero
 from megaclass.export.check import MAX_NORM_DIFFERENCE, Exporter, ExportJob, fixed_inputs, require_same_embeddings
 from megaclass.image_size import ImageSize
+from megaclass.inference.loaded_model import OnnxNetwork
 from megaclass_launch.files import published_file
 
 # A protobuf, and so a model in one file, holds at most 2 GiB.
@@ -34,10 +35,10 @@ import numpy as np
 import onnxruntime
 from PIL import Image
 
-session = onnxruntime.InferenceSession("model.onnx")
+session = onnxruntime.InferenceSession("FILE")
 pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
 batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
-embedding = session.run(["embedding"], {"input": batch})[0]
+OUTPUT
 ```"""
 
 
@@ -51,23 +52,34 @@ def export_onnx(
     file.
     """
     _require_packages()
-    exported = copy.deepcopy(backbone).cpu().float().eval()
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in exported.state_dict().values())
-    if num_bytes > _MAX_BYTES:
+    exported = _copied(backbone)
+    if (num_bytes := _num_bytes(exported)) > _MAX_BYTES:
         raise ExportError(
             f"Cannot write {path}: {num_bytes / 2**30:.1f} GiB of weights, but a single ONNX file holds at most 2 GiB. "
             f"Export to safetensors instead."
         )
-    inputs = fixed_inputs(image_size)
     with published_file(path) as unfinished:
-        _write(path, unfinished, exported, inputs[:2], metadata or {})
-        require_same_embeddings(
-            path,
-            lambda images: _run_onnx(path, unfinished, exported, images),
-            exported,
-            inputs,
-            "the ONNX model",
-        )
+        _write(path, unfinished, exported, image_size, metadata or {})
+        _check(path, unfinished, exported, exported, image_size)
+
+
+def _copied(backbone: nn.Module) -> nn.Module:
+    return copy.deepcopy(backbone).cpu().float().eval()
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in module.state_dict().values())
+
+
+def _check(path: Path, unfinished: Path, exported: nn.Module, backbone: nn.Module, image_size: ImageSize) -> None:
+    """Requires that the first output of the file is the embeddings of the backbone."""
+    require_same_embeddings(
+        path,
+        lambda images: _run_onnx(path, unfinished, exported, images),
+        backbone,
+        fixed_inputs(image_size),
+        "the ONNX model",
+    )
 
 
 def _require_packages() -> None:
@@ -85,7 +97,7 @@ def _write(
     path: Path,
     unfinished: Path,
     exported: nn.Module,
-    example: torch.Tensor,
+    image_size: ImageSize,
     metadata: Mapping[str, str],
     outputs: Sequence[str] = ("embedding",),
     *,
@@ -96,7 +108,7 @@ def _write(
         try:
             program = torch.onnx.export(
                 exported,
-                (example,),
+                (fixed_inputs(image_size)[:2],),
                 dynamo=True,
                 input_names=["input"],
                 output_names=list(outputs),
@@ -116,34 +128,20 @@ def _write(
 def _run_onnx(
     path: Path, unfinished: Path, exported: nn.Module, inputs: torch.Tensor, output: int = 0
 ) -> NDArray[np.float64]:
-    import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as failures
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only
     try:
-        session = onnxruntime.InferenceSession(str(unfinished), options, providers=["CPUExecutionProvider"])
-        batch = session.get_inputs()[0].shape[0]
-        if isinstance(batch, int):
+        network = OnnxNetwork(unfinished, torch.device("cpu"), output)
+        if network.fixed_batch is not None:
             raise ExportError(
-                f"Not written: {path}. The ONNX model takes batches of {batch} only, because {type(exported).__name__} "
-                f"uses the batch size as a plain number: take it from x.shape[0], not len(x), and use -1 or flatten in "
-                f"reshapes."
+                f"Not written: {path}. The ONNX model takes batches of {network.fixed_batch} only, because "
+                f"{type(exported).__name__} uses the batch size as a plain number: take it from x.shape[0], not len(x), and "
+                f"use -1 or flatten in reshapes."
             )
-        (got_BD,) = session.run([session.get_outputs()[output].name], {"input": inputs.numpy()})
-    # onnxruntime's exceptions have no common base class; a bad model causes these.
-    except (
-        failures.Fail,
-        failures.InvalidArgument,
-        failures.InvalidGraph,
-        failures.NotImplemented,
-        failures.RuntimeException,
-    ) as error:
+        return np.asarray(network(inputs).double().numpy())
+    except CheckpointError as error:
         raise ExportError(
             f"Not written: {path}. onnxruntime cannot run the ONNX model of {type(exported).__name__} on {len(inputs)} "
             f"image(s): {error}"
         ) from error
-    return np.asarray(got_BD, dtype=np.float64)
 
 
 @contextlib.contextmanager
@@ -170,24 +168,21 @@ def _export(job: ExportJob) -> None:
     export_onnx(job.folder / _FILE, job.model.network, image_size=job.model.image_size, metadata=job.metadata)
 
 
-EXPORTER = Exporter(file=_FILE, write=_export, usage=_USAGE)
+EXPORTER = Exporter(
+    file=_FILE,
+    write=_export,
+    usage=_USAGE.replace("FILE", _FILE).replace(
+        "OUTPUT", 'embedding = session.run(["embedding"], {"input": batch})[0]'
+    ),
+)
 
 
 # ---- with the class centres: the closest classes of an image -------------------------------------------------------
 
 _CLASSIFIER_FILE, _NAMES_FILE, _TOP = "classifier.onnx", "classes.txt", 5
-_CLASSIFIER_USAGE = """```python
-import numpy as np
-import onnxruntime
-from PIL import Image
-
+_CLASSIFIER_OUTPUT = """classes, cosines = session.run(["class", "cosine"], {"input": batch})
 names = open("classes.txt", encoding="utf-8").read().splitlines()
-session = onnxruntime.InferenceSession("classifier.onnx")
-pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
-batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
-classes, cosines = session.run(["class", "cosine"], {"input": batch})
-print([names[number] for number in classes[0]], cosines[0])
-```"""
+print([names[number] for number in classes[0]], cosines[0])"""
 
 
 class _Classifier(nn.Module):
@@ -216,15 +211,12 @@ def _export_classifier(job: ExportJob) -> None:
     shown = job.out / _CLASSIFIER_FILE
     if job.centres is None:
         raise ExportError(f"Not written: {shown}. {no_centres(job.model.name)}")
-    backbone = copy.deepcopy(job.model.network).cpu().float().eval()
+    backbone, image_size = _copied(job.model.network), job.model.image_size
     whole = _Classifier(backbone, job.centres).eval()
-    path, inputs = job.folder / _CLASSIFIER_FILE, fixed_inputs(job.model.image_size)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.state_dict().values())
-    outputs = ("embedding", "class", "cosine")
-    _write(shown, path, whole, inputs[:2], job.metadata, outputs, is_split=num_bytes > _MAX_BYTES)
-    require_same_embeddings(
-        shown, lambda images: _run_onnx(shown, path, whole, images, 0), backbone, inputs, "the ONNX model"
-    )
+    path, inputs = job.folder / _CLASSIFIER_FILE, fixed_inputs(image_size)
+    outputs, is_split = ("embedding", "class", "cosine"), _num_bytes(whole) > _MAX_BYTES
+    _write(shown, path, whole, image_size, job.metadata, outputs, is_split=is_split)
+    _check(shown, path, whole, backbone, image_size)
     with torch.no_grad():
         want_Bk = whole(inputs)[2].double().numpy()
     error = float(np.abs(_run_onnx(shown, path, whole, inputs, 2) - want_Bk).max())
@@ -236,6 +228,6 @@ def _export_classifier(job: ExportJob) -> None:
 CLASSIFIER = Exporter(
     file=_CLASSIFIER_FILE,
     write=_export_classifier,
-    usage=_CLASSIFIER_USAGE,
+    usage=_USAGE.replace("FILE", _CLASSIFIER_FILE).replace("OUTPUT", _CLASSIFIER_OUTPUT),
     extra_files=(_NAMES_FILE, f"{_CLASSIFIER_FILE}.data"),
 )

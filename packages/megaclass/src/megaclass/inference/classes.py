@@ -16,9 +16,10 @@ from megaclass.data.sources.open_source import open_source
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.centres import ModelCentres, centres_in_memory
 from megaclass.evaluation.images import SourceImages
-from megaclass.evaluation.protocol import SetResult, is_number
+from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import ClassificationProtocol
 from megaclass.evaluation.search import search_shard
+from megaclass.metrics_file import is_number
 
 if TYPE_CHECKING:
     from megaclass.inference.loaded_model import LoadedModel

@@ -35,7 +35,8 @@ from megaclass.inference.thresholds import Comparison, Threshold, choose_thresho
 class OnnxNetwork(nn.Module):
     """A network without parameters. It runs on the GPU if onnxruntime was built for it, otherwise on the CPU."""
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(self, path: Path, device: torch.device, output: int = 0) -> None:
+        """output: number of the output that `forward` returns."""
         super().__init__()
         try:
             import onnxruntime
@@ -64,15 +65,15 @@ class OnnxNetwork(nn.Module):
                 f"{path} takes {shown} and has {len(outputs)} output(s): expected one input of shape (batch, 3, height, width) "
                 f"and an output of shape (batch, embedding size)."
             )
-        self._path, self._input, self._output = path, inputs[0].name, outputs[0].name
+        self._path, self._input, self._output = path, inputs[0].name, outputs[output].name
         batch, _, height, width = shapes[0][1]
         is_fixed = isinstance(height, int) and isinstance(width, int)
         self.image_size: ImageSize | None = compact_size((height, width)) if is_fixed else None
         # Some published files have a fixed batch size, mostly 1.
-        self._batch: int | None = batch if isinstance(batch, int) and batch > 0 else None
+        self.fixed_batch: int | None = batch if isinstance(batch, int) and batch > 0 else None
 
     def forward(self, images_B: Tensor) -> Tensor:
-        parts = images_B.split(self._batch) if self._batch else [images_B]
+        parts = images_B.split(self.fixed_batch) if self.fixed_batch else [images_B]
         try:
             rows = [self._session.run([self._output], {self._input: part.cpu().numpy()})[0] for part in parts]
             embeddings_BD = torch.cat([torch.from_numpy(row) for row in rows]).to(images_B.device)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megaclass.errors import DataError
-from megaclass.evaluation.protocol import SetResult, is_number
+from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.verification import far_name
+from megaclass.metrics_file import is_number
 
 CONFIG_FILE = "config.json"
 _KIND = "pairs"

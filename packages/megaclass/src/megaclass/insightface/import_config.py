@@ -1,7 +1,11 @@
 """Converts InsightFace's `configs/*.py` to recipes that train like its `train_v2.py`. The file is parsed, not executed.
 
-Each function translates some lines to settings by their full names, such as `head.margin`, and adds a remark about
-everything that the recipe does not do in the same way.
+Published configs have lines of two kinds, `config = edict()` and `config.x = value`, where the value is a literal or
+arithmetic over literals and earlier values of `config`. Any other line could change the training and is an error that names
+the line. The one exception is the function lr_step_func of older configs, which becomes a remark.
+
+Each function below the reader translates some lines to settings by their full names, such as `head.margin`, and adds a remark
+about everything that the recipe does not do in the same way.
 """
 
 import ast
@@ -9,7 +13,7 @@ import math
 import operator
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,26 +22,6 @@ from megaclass.config.read import load_config_values, to_toml
 from megaclass.config.schema import Config
 from megaclass.insightface.names import NETWORKS
 from megaclass_launch.errors import ConfigError
-
-# ---- the file -----------------------------------------------------------------------------------------------------------
-#
-# Published configs have lines of two kinds, `config = edict()` and `config.x = value`, where the value is a literal or
-# arithmetic over literals and earlier values of `config`. Any other line could change the training and is an error that names
-# the line. The one exception is the function lr_step_func of older configs, which becomes a remark.
-
-# Beyond these no setting makes sense, and 9**9**9 would occupy the machine.
-_MAX_NUMBER, _MAX_EXPONENT = 1e18, 64
-_ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
 
 # Defaults from InsightFace's configs/base.py, which every config overrides.
 BASE: dict[str, object] = {
@@ -58,183 +42,8 @@ BASE: dict[str, object] = {
     "seed": 2048,
     "num_workers": 2,
 }
-
-
-class _CannotReadError(Exception):
-    """Raised for a statement or value that is not one of the two kinds; the text is the reason."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """The last assignment to `config.<name>`."""
-
-    value: object
-    number: int
-    text: str
-    """The line in the file, shortened and printable."""
-
-
-@dataclass
-class ConfigFile:
-    """The settings of a file, checked for their types. A setting that the file does not contain has the value of base.py."""
-
-    path: Path
-    lines: dict[str, Line] = field(default_factory=dict)
-    """By name, in the order of the last assignments."""
-    remarks: list[str] = field(default_factory=list)
-    """Everything that the recipe does not do in the same way."""
-
-    def __contains__(self, name: str) -> bool:
-        """Returns whether the file sets it."""
-        return name in self.lines
-
-    def remark(self, text: str) -> None:
-        self.remarks.append(text)
-
-    def value(self, name: str) -> object:
-        return self.lines[name].value if name in self else BASE.get(name)
-
-    def number(self, name: str) -> float:
-        value = self.value(name)
-        if not is_number(value):
-            raise self.error(name, "expected a number")
-        return float(value)
-
-    def integer(self, name: str, least: int = 1) -> int:
-        value = self.value(name)
-        if not is_number(value) or value != int(value) or value < least:
-            raise self.error(name, f"expected a whole number of at least {least}")
-        return int(value)
-
-    def text(self, name: str) -> str:
-        value = self.value(name)
-        if not isinstance(value, str) or not value:
-            raise self.error(name, "expected text")
-        return value
-
-    def error(self, name: str, reason: str) -> ConfigError:
-        """Returns an error about the line that sets it."""
-        line = self.lines.get(name)
-        assert line is not None, f"the default of {name} must be allowed"
-        return ConfigError(f"{self.path}, line {line.number}: {line.text!r}: {reason}.")
-
-
-def read_config_file(path: Path) -> ConfigFile:
-    """Parses the file; refuses every statement that is neither `config = edict()` nor `config.x = value`."""
-    found = ConfigFile(path)
-    try:
-        source = path.read_text(encoding="utf-8-sig")
-        with warnings.catch_warnings():
-            # "\d" in a string causes a SyntaxWarning, which is irrelevant here.
-            warnings.simplefilter("ignore")
-            statements = ast.parse(source).body
-        source_lines = source.split("\n")
-        for statement in statements:
-            text = printable(source_lines[statement.lineno - 1])
-            try:
-                _follow(statement, text, found)
-            except _CannotReadError as reason:
-                raise ConfigError(f"{path}, line {statement.lineno}: {text!r}: {reason}.") from None
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
-    except SyntaxError as error:
-        raise ConfigError(f"{path}, line {error.lineno or 1}: not Python: {printable(error.msg)}.") from error
-    except (RecursionError, MemoryError) as error:
-        raise ConfigError(f"{path} is nested too deeply for one of InsightFace's configs.") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not Python in UTF-8: {printable(str(error))}.") from error
-    if not found.lines:
-        raise ConfigError(f"{path} holds no lines like config.network = 'r50': is it one of InsightFace's configs?")
-    return found
-
-
-def printable(text: str, limit: int = 120) -> str:
-    """Returns the text as one shortened line without control characters."""
-    joined = " ".join(text.split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in joined)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _follow(statement: ast.stmt, text: str, found: ConfigFile) -> None:
-    match statement:
-        case ast.Expr(ast.Constant(str())):  # a docstring
-            pass
-        case ast.ImportFrom("easydict", [ast.alias("EasyDict", "edict" | None)]):
-            pass
-        case ast.Assign([ast.Name("config")], ast.Call(ast.Name("edict" | "EasyDict" | "dict"), [], [])):
-            found.lines.clear()
-        case ast.FunctionDef("lr_step_func", decorator_list=[], args=ast.arguments(defaults=[], kw_defaults=[])):
-            found.remark(
-                f"lr_step_func in line {statement.lineno} was not carried over: the recipe has the polynomial schedule of "
-                f"the current train_v2.py; for steps set optimizer.schedule = 'step' and optimizer.step_epochs"
-            )
-        case ast.Assign([ast.Attribute(ast.Name("config"), "lr_func")], ast.Name("lr_step_func")):
-            pass  # the remark is that of the function
-        case ast.Assign([ast.Attribute(ast.Name("config"), name)], value):
-            # Removed first: lines are in the order of their last assignments.
-            line = Line(_value(value, found), statement.lineno, text)
-            found.lines.pop(name, None)
-            found.lines[name] = line
-        case _:
-            raise _CannotReadError(
-                "expected config = edict() or config.<name> = <literal or arithmetic>; the file is not executed"
-            )
-
-
-def _value(node: ast.expr, found: ConfigFile) -> Any:
-    """Computes literals, arithmetic and earlier values of `config`."""
-    match node:
-        case ast.Constant(value):
-            return _bounded(value)
-        case ast.Tuple(parts):
-            return tuple(_value(part, found) for part in parts)
-        case ast.List(parts):
-            return [_value(part, found) for part in parts]
-        case ast.UnaryOp(operation, operand) if type(operation) in _ARITHMETIC:
-            return _computed(operation, _value(operand, found))
-        case ast.BinOp(left, operation, right) if type(operation) in _ARITHMETIC:
-            return _computed(operation, _value(left, found), _value(right, found))
-        case ast.Attribute(ast.Name("config"), name):
-            if name not in found:
-                raise _CannotReadError(f"config.{printable(name)} is not set above this line")
-            return found.lines[name].value
-        case _:
-            raise _CannotReadError("the value is neither a literal nor arithmetic, and the file is not executed")
-
-
-def _computed(operation: ast.operator | ast.unaryop, *values: Any) -> Any:
-    is_text = isinstance(operation, ast.Add) and all(isinstance(value, str) for value in values)
-    if not is_text and not all(map(is_number, values)):
-        raise _CannotReadError("arithmetic is supported for numbers only")
-    if isinstance(operation, ast.Pow) and abs(values[1]) > _MAX_EXPONENT:
-        raise _CannotReadError(f"the exponent is above {_MAX_EXPONENT}")
-    try:
-        return _bounded(_ARITHMETIC[type(operation)](*values))
-    except ArithmeticError as error:
-        raise _CannotReadError(f"the value cannot be computed: {printable(str(error))}") from None
-
-
-def _bounded(value: Any) -> Any:
-    """Refuses values that no setting can have: huge or infinite numbers, bytes, complex numbers."""
-    # The size comes first, because isfinite cannot convert huge integers.
-    if is_number(value) and (abs(value) > _MAX_NUMBER or not math.isfinite(value)):
-        raise _CannotReadError("the number is too large")
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise _CannotReadError(f"a value of type {type(value).__name__} is not a setting")
-    return value
-
-
-# ---- its settings as those of a recipe ------------------------------------------------------------------------------------
-
-Settings = dict[str, object]
-"""Settings of a recipe by their full names."""
-
-MAX_GPUS = 1024
-GPUS_PER_MACHINE = 8
+# Further settings that a recipe has as well.
+CARRIED = ("rec", "dali_aug", "output", "num_epoch", "warmup_epoch", "val_targets", "using_wandb", "wandb_project")
 # Settings that do not affect the result of training, and what replaces them.
 WITHOUT_EFFECT = {
     "dali": "Megaclass always reads and decodes images itself",
@@ -243,6 +52,8 @@ WITHOUT_EFFECT = {
     "wandb_key": "log in with `wandb login`",
     "wandb_log_all": "only rank 0 reports",
     "wandb_resume": "give --resume to megaclass train",
+    "wandb_entity": "set the variable WANDB_ENTITY when you start the run",
+    "notes": "set the variable WANDB_NOTES when you start the run",
     "suffix_run_name": "train.run_dir names the run",
     "save_artifacts": "the run folder contains the model",
     "warmup_step": "InsightFace computes it itself",
@@ -250,15 +61,19 @@ WITHOUT_EFFECT = {
     "num_classes": "it is read from the data",
     "num_image": "it is read from the data",
 }
-# Settings of older InsightFace code, which the current train_v2.py does not read.
-OLDER = ("lr_func", "decay_epoch", "decay_step")
-# Values of `loss` in InsightFace's configs of 2021, which had no margin_list.
-LOSSES = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.4)}
-# Settings that a recipe has as well.
-CARRIED = {
-    *BASE, "loss", "rec", "dali_aug", "output", "num_epoch", "warmup_epoch", "val_targets",
-    "using_wandb", "wandb_project", "wandb_entity", "notes",
-}  # fmt: skip
+# Settings of older InsightFace code, which the current train_v2.py does not read, and what to do instead.
+_STEPS = "set optimizer.schedule = 'step' and optimizer.step_epochs in the recipe"
+OLDER = {
+    "lr_func": _STEPS,
+    "decay_epoch": _STEPS,
+    "decay_step": _STEPS,
+    "loss": "give config.margin_list: (1.0, 0.5, 0.0) for arcface, (1.0, 0.0, 0.4) for cosface",
+}
+MAX_GPUS = 1024
+GPUS_PER_MACHINE = 8
+
+Settings = dict[str, object]
+"""Settings of a recipe by their full names."""
 
 
 def import_config(path: Path, num_gpus: int | None = None, lr_power: int = 1) -> tuple[Config, list[str]]:
@@ -273,14 +88,13 @@ def import_config(path: Path, num_gpus: int | None = None, lr_power: int = 1) ->
     _check_names(given)
     num_gpus = published_gpus(num_gpus, given)
     settings = {
-        **data_settings(given),
-        **backbone_settings(given),
-        **head_settings(given),
-        **optimizer_settings(given, lr_power),
-        **run_settings(given, num_gpus),
-        **tracker_settings(given),
+        **_data_settings(given),
+        **_backbone_settings(given),
+        **_head_settings(given),
+        **_optimizer_settings(given, lr_power),
+        **_run_settings(given, num_gpus),
     }
-    missing = [f"{name} = {value!r}" for name, value in BASE.items() if name not in given]
+    missing = [f"{name} = {value!r}" for name, value in BASE.items() if name not in given.lines]
     if missing:
         given.remark(f"not in the file, therefore taken from InsightFace's base.py: {', '.join(missing)}")
     sections: dict[str, Settings] = {}
@@ -296,33 +110,191 @@ def import_config(path: Path, num_gpus: int | None = None, lr_power: int = 1) ->
 
 def recipe_text(config: Config, remarks: list[str], path: Path) -> str:
     """Returns the recipe as TOML, with the remarks as comments."""
-    lines = [f"# Imported from InsightFace's {printable(path.name)} by megaclass import-config."]
-    lines += [f"# - {remark}" for remark in remarks]
-    version = "as in the current train_v2.py; InsightFace's earlier scheduler used 2 (--lr-power 2)"
-    if config.optimizer.power == 2:
-        version = "as in InsightFace's earlier scheduler; the current train_v2.py uses 1"
-    body = re.sub(r"(?m)^(?=power = )", f"# {version}\n", to_toml(config), count=1)
-    return "\n".join([*lines, "", body])
+    lines = [f"# Imported from InsightFace's {_printable(path.name)} by megaclass import-config."]
+    return "\n".join([*lines, *(f"# - {remark}" for remark in remarks), "", to_toml(config)])
+
+
+# ---- the file -----------------------------------------------------------------------------------------------------------
+
+_MAX_NUMBER = 1e18
+"""Beyond it no setting makes sense."""
+_ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+class _CannotReadError(Exception):
+    """Raised for a statement or value that is not one of the two kinds; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The last assignment to `config.<name>`."""
+
+    value: Any
+    number: int
+    text: str
+    """The line in the file, shortened and printable."""
+
+
+@dataclass
+class ConfigFile:
+    """The settings of a file, checked for their types. A setting that the file does not contain has the value of base.py."""
+
+    path: Path
+    lines: dict[str, Line] = field(default_factory=dict)
+    """By name."""
+    remarks: list[str] = field(default_factory=list)
+    """Everything that the recipe does not do in the same way."""
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+
+    def value(self, name: str) -> Any:
+        return self.lines[name].value if name in self.lines else BASE.get(name)
+
+    def number(self, name: str) -> float:
+        if not _is_number(value := self.value(name)):
+            raise self.error(name, "expected a number")
+        return float(value)
+
+    def integer(self, name: str, least: int = 1) -> int:
+        value = self.value(name)
+        if not _is_number(value) or value != int(value) or value < least:
+            raise self.error(name, f"expected a whole number of at least {least}")
+        return int(value)
+
+    def text(self, name: str) -> str:
+        value = self.value(name)
+        if not isinstance(value, str) or not value:
+            raise self.error(name, "expected text")
+        return value
+
+    def error(self, name: str, reason: str) -> ConfigError:
+        """Returns an error about the line that sets it."""
+        line = self.lines[name]
+        return ConfigError(f"{self.path}, line {line.number}: {line.text!r}: {reason}.")
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """Parses the file; refuses every statement that is neither `config = edict()` nor `config.x = value`."""
+    found = ConfigFile(path)
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+        with warnings.catch_warnings():
+            # "\d" in a string causes a SyntaxWarning, which is irrelevant here.
+            warnings.simplefilter("ignore")
+            statements = ast.parse(source).body
+        for statement in statements:
+            text = _printable(source.split("\n")[statement.lineno - 1])
+            try:
+                _follow(statement, text, found)
+            except _CannotReadError as reason:
+                raise ConfigError(f"{path}, line {statement.lineno}: {text!r}: {reason}.") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        place = f", line {error.lineno or 1}" if isinstance(error, SyntaxError) else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
+        raise ConfigError(f"{path}{place}: not Python in UTF-8, or nested too deeply: {_printable(reason)}.") from error
+    if not found.lines:
+        raise ConfigError(f"{path} holds no lines like config.network = 'r50': is it one of InsightFace's configs?")
+    return found
+
+
+def _printable(text: str, limit: int = 120) -> str:
+    """Returns the text as one shortened line without control characters."""
+    joined = " ".join(text.split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in joined)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _follow(statement: ast.stmt, text: str, found: ConfigFile) -> None:
+    match statement:
+        case ast.Expr(ast.Constant(str())):  # a docstring
+            pass
+        case ast.ImportFrom("easydict", [ast.alias("EasyDict", "edict" | None)]):
+            pass
+        case ast.Assign([ast.Name("config")], ast.Call(ast.Name("edict" | "EasyDict" | "dict"), [], [])):
+            found.lines.clear()
+        case ast.FunctionDef("lr_step_func", decorator_list=[], args=ast.arguments(defaults=[], kw_defaults=[])):
+            found.remark(
+                f"lr_step_func in line {statement.lineno} was not carried over: the recipe has the polynomial schedule of "
+                f"the current train_v2.py; for steps {_STEPS}"
+            )
+        case ast.Assign([ast.Attribute(ast.Name("config"), "lr_func")], ast.Name("lr_step_func")):
+            pass  # the remark is that of the function
+        case ast.Assign([ast.Attribute(ast.Name("config"), name)], value):
+            found.lines[name] = Line(_value(value, found), statement.lineno, text)
+        case _:
+            raise _CannotReadError(
+                "expected config = edict() or config.<name> = <literal or arithmetic>; the file is not executed"
+            )
+
+
+def _value(node: ast.expr, found: ConfigFile) -> Any:
+    """Computes literals, arithmetic and earlier values of `config`."""
+    match node:
+        case ast.Constant(None | str()):
+            return node.value
+        case ast.Constant(int() | float()):
+            value = node.value
+        case ast.Tuple(parts) | ast.List(parts):
+            return tuple(_value(part, found) for part in parts)
+        case ast.UnaryOp(operation, operand) if type(operation) in _ARITHMETIC:
+            value = _computed(operation, _value(operand, found))
+        case ast.BinOp(left, operation, right) if type(operation) in _ARITHMETIC:
+            value = _computed(operation, _value(left, found), _value(right, found))
+        case ast.Attribute(ast.Name("config"), name):
+            if name not in found.lines:
+                raise _CannotReadError(f"config.{_printable(name)} is not set above this line")
+            return found.lines[name].value
+        case _:
+            raise _CannotReadError("the value is neither a literal nor arithmetic, and the file is not executed")
+    # The size comes first, because isfinite cannot convert huge integers.
+    if abs(value) > _MAX_NUMBER or not math.isfinite(value):
+        raise _CannotReadError("the number is too large")
+    return value
+
+
+def _computed(operation: ast.operator | ast.unaryop, *values: Any) -> Any:
+    if not all(map(_is_number, values)):
+        raise _CannotReadError("arithmetic is supported for numbers only")
+    try:
+        return _ARITHMETIC[type(operation)](*values)
+    except ArithmeticError as error:
+        raise _CannotReadError(f"the value cannot be computed: {_printable(str(error))}") from None
+
+
+# ---- its settings as those of a recipe ------------------------------------------------------------------------------------
 
 
 def _check_names(given: ConfigFile) -> None:
     """Refuses unknown settings; adds remarks about those that do not affect the result of training."""
     off: list[str] = []
     for name, line in given.lines.items():
-        if name in WITHOUT_EFFECT and line.value in (False, None):
+        if name in WITHOUT_EFFECT and line.value in (False, None, ""):
             off.append(name)
         elif name in WITHOUT_EFFECT:
             given.remark(f"{name} was not carried over: {WITHOUT_EFFECT[name]}")
         elif name in OLDER:
+            reason = "the setting belongs to older InsightFace code. Delete the line from a copy of the file, and"
+            raise given.error(name, f"{reason} {OLDER[name]}")
+        elif name not in BASE and name not in CARRIED:
             raise given.error(
                 name,
-                "the setting belongs to older InsightFace code. Delete the line from a copy of the file, and set "
-                "optimizer.schedule = 'step' and optimizer.step_epochs in the recipe",
-            )
-        elif name not in CARRIED:
-            raise given.error(
-                name,
-                f"{printable(name)} is not a known setting of InsightFace's train_v2.py and could change the training. If "
+                f"{_printable(name)} is not a known setting of InsightFace's train_v2.py and could change the training. If "
                 f"it does not matter, delete the line from a copy of the file and import the copy",
             )
     if off:
@@ -334,25 +306,24 @@ def published_gpus(asked: int | None, given: ConfigFile) -> int:
 
     The name may also state the global batch in units of 1024 (bs4k), which with batch_size gives the number of GPUs.
     """
-    stem = given.path.stem.lower()
-    batch = given.integer("batch_size")
-    match = re.search(r"(?:^|_)(\d{1,4}|one)gpus?(?:_|$)", stem)
-    named = 0 if match is None else 1 if match[1] == "one" else int(match[1])
+    stem, batch = given.path.stem.lower(), given.integer("batch_size")
+    gpus = re.search(r"(?:^|_)(\d{1,4}|one)gpus?(?:_|$)", stem)
     whole = re.search(r"(?:^|_)bs(\d{1,4})k(?:_|$)", stem)
-    if match is None and whole and int(whole[1]) * 1024 % batch == 0:
+    named = 0
+    if gpus:
+        named = 1 if gpus[1] == "one" else int(gpus[1])
+    elif whole and int(whole[1]) * 1024 % batch == 0:
         named = int(whole[1]) * 1024 // batch
-    if not 1 <= named <= MAX_GPUS:
-        named = 0
+    named = named if named <= MAX_GPUS else 0
     num_gpus = asked or named or GPUS_PER_MACHINE
-    if not asked and not named:
+    if named and named != asked:
+        wrong = "import again with --gpus if that is wrong" if asked is None else f"but --gpus is {asked}"
+        given.remark(f"the name of the file says {named} GPUs: {wrong}")
+    elif not asked:
         given.remark(
             f"the name of the file does not say how many GPUs were used: {GPUS_PER_MACHINE} were assumed, as in "
             f"most published runs; import again with --gpus if that is wrong"
         )
-    elif not asked:
-        given.remark(f"the name of the file says {named} GPUs; import again with --gpus if that is wrong")
-    elif named and named != asked:
-        given.remark(f"the name of the file says {named} GPUs, but --gpus is {asked}")
     if whole and num_gpus * batch != int(whole[1]) * 1024:
         given.remark(
             f"the name of the file says a batch of {int(whole[1]) * 1024}, but batch_size {batch} on {num_gpus} GPUs "
@@ -366,30 +337,27 @@ def published_gpus(asked: int | None, given: ConfigFile) -> int:
     return num_gpus
 
 
-def data_settings(given: ConfigFile) -> Settings:
+def _data_settings(given: ConfigFile) -> Settings:
     """Translates the path of the data, the readers and the augmentations."""
-    path = given.text("rec") if "rec" in given else "SET-ME"
-    if "rec" not in given:
+    path = given.text("rec") if "rec" in given.lines else "SET-ME"
+    if path == "SET-ME":
         given.remark("rec is not set: set data.path to the folder of the data")
     if path == "synthetic":
         if not given.value("num_classes"):
             raise given.error("rec", "synthetic data needs config.num_classes")
         path += f":{given.integer('num_classes')}"
-        path += f"x{given.integer('num_image')}" if "num_image" in given else ""
+        path += f"x{given.integer('num_image')}" if "num_image" in given.lines else ""
     settings: Settings = {"data.path": path, "data.threads": max(1, given.integer("num_workers", least=0))}
     if given.value("dali_aug") and given.value("dali"):
         # The four augmentations and probabilities of InsightFace's DALI pipeline.
         settings["data.augment"] = "low_resolution:0.1,blur:0.2,colour:0.2,grey:0.1"
-        given.remark(
-            "dali_aug became data.augment: the same augmentations and probabilities, but Megaclass's own operations, "
-            "which differ from DALI's in detail"
-        )
+        given.remark("dali_aug became data.augment, whose operations differ from DALI's in detail")
     elif given.value("dali_aug"):
         given.remark("dali_aug was not carried over: InsightFace reads it only if dali is True")
     return settings
 
 
-def backbone_settings(given: ConfigFile) -> Settings:
+def _backbone_settings(given: ConfigFile) -> Settings:
     """Translates the name of the network, which stands for several settings of a recipe."""
     name = given.text("network")
     if name not in NETWORKS:
@@ -404,18 +372,15 @@ def backbone_settings(given: ConfigFile) -> Settings:
             f"InsightFace trains {name} with activation checkpointing: backbone.checkpoint_activations is true; false is "
             f"faster if memory allows"
         )
-    return {
-        "backbone.name": network.name,
-        "backbone.embedding_dim": given.integer("embedding_size"),
-        "backbone.drop_path": network.drop_path,
-        "backbone.mask_patches": network.mask_patches,
-        "backbone.checkpoint_activations": network.checkpoint_activations,
-    }
+    settings: Settings = {f"backbone.{key}": value for key, value in vars(network).items()}
+    return settings | {"backbone.embedding_dim": given.integer("embedding_size")}
 
 
-def head_settings(given: ConfigFile) -> Settings:
+def _head_settings(given: ConfigFile) -> Settings:
     """Translates margin, filter and sample rate. The margin is read like InsightFace's CombinedMarginLoss."""
-    key, sizes = _margin_list(given)
+    sizes = given.value("margin_list")
+    if not (isinstance(sizes, tuple) and len(sizes) == 3 and all(map(_is_number, sizes))):
+        raise given.error("margin_list", "expected three numbers (m1, m2, m3)")
     multiplier, angle, cosine = map(float, sizes)
     # Scale, derivative and the meaning of the sample rate are built into InsightFace's code.
     settings: Settings = {
@@ -432,45 +397,27 @@ def head_settings(given: ConfigFile) -> Settings:
             f"to use all three set head.margin = 'combined', head.m1, head.m2 and head.m3"
         )
     elif cosine <= 0 and (multiplier, cosine) != (1, 0):
-        raise given.error(
-            key, "InsightFace's loss raises an error for these: expected m1 = 1 and m3 = 0, or m3 above 0"
-        )
+        reason = "InsightFace's loss raises an error for these: expected m1 = 1 and m3 = 0, or m3 above 0"
+        raise given.error("margin_list", reason)
     if (threshold := given.number("interclass_filtering_threshold")) > 0:
         settings["head.filter_above"] = threshold
     return settings
 
 
-def _margin_list(given: ConfigFile) -> tuple[str, Sequence[float]]:
-    """Returns the setting that determines the margin, margin_list or the older loss, and m1, m2 and m3."""
-    key, sizes = "margin_list", given.value("margin_list")
-    if "loss" in given:
-        loss = given.text("loss")
-        if loss not in LOSSES:
-            raise given.error("loss", f"expected {' or '.join(LOSSES)}")
-        if "margin_list" not in given:
-            key, sizes = "loss", LOSSES[loss]
-        elif not isinstance(sizes, list | tuple) or tuple(sizes) != LOSSES[loss]:
-            raise given.error("loss", f"it contradicts margin_list = {sizes!r}, and the current train_v2.py ignores it")
-    if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(map(is_number, sizes))):
-        raise given.error(key, "expected three numbers (m1, m2, m3)")
-    return key, sizes
-
-
-def optimizer_settings(given: ConfigFile, lr_power: int) -> Settings:
+def _optimizer_settings(given: ConfigFile, lr_power: int) -> Settings:
     """Translates the optimizer and the learning rate over the epochs. lr_power: of the scheduler, 1 or 2."""
     name = given.text("optimizer")
     if name not in ("sgd", "adamw"):
         raise given.error("optimizer", "expected sgd or adamw")
     if given.number("momentum") != 0.9 and name == "sgd":
         given.remark("momentum was carried over, but train_v2.py always uses 0.9")
-    epochs, warmup = 20.0, 0.0
-    if "num_epoch" in given:
-        epochs = given.number("num_epoch")
-    else:
+    epochs, warmup = (
+        given.number(key) if key in given.lines else default
+        for key, default in (("num_epoch", 20), ("warmup_epoch", 0))
+    )
+    if "num_epoch" not in given.lines:
         given.remark("num_epoch is not set, and InsightFace has no default: train.epochs is 20")
-    if "warmup_epoch" in given:
-        warmup = given.number("warmup_epoch")
-    else:
+    if "warmup_epoch" not in given.lines:
         given.remark("warmup_epoch is not set: optimizer.warmup_epochs is 0")
     lr = given.number("lr")
     if warmup < 0 and lr_power == 2:
@@ -490,12 +437,11 @@ def optimizer_settings(given: ConfigFile, lr_power: int) -> Settings:
         f"train_v2.py uses power 1"
     )
     # InsightFace has one optimizer for backbone and head.
+    both: Settings = {"weight_decay": given.number("weight_decay"), "momentum": given.number("momentum")}
     return {
         "optimizer.name": name,
         "head.optimizer": name,
-        **{
-            f"{part}.{key}": given.number(key) for part in ("optimizer", "head") for key in ("weight_decay", "momentum")
-        },
+        **{f"{part}.{key}": value for part in ("optimizer", "head") for key, value in both.items()},
         "optimizer.clip_norm": 5.0,
         "optimizer.schedule": "polynomial",
         "optimizer.power": float(lr_power),
@@ -505,17 +451,16 @@ def optimizer_settings(given: ConfigFile, lr_power: int) -> Settings:
     }
 
 
-def run_settings(given: ConfigFile, num_gpus: int) -> Settings:
-    """Translates batch, precision, run folder, and the steps between reports and evaluations."""
+def _run_settings(given: ConfigFile, num_gpus: int) -> Settings:
+    """Translates batch, precision, run folder, tracker, and the steps between reports and evaluations."""
     parts, batch = given.integer("gradient_acc"), given.integer("batch_size") * num_gpus
-    is_named = given.value("output") is not None
     settings: Settings = {
         "train.nproc": min(num_gpus, GPUS_PER_MACHINE),
         "train.global_batch": batch * parts,
         "train.accumulate": parts,
         "train.seed": given.integer("seed", least=0),
         "train.precision": "auto" if given.value("fp16") else "float32",
-        "train.run_dir": given.text("output") if is_named else f"runs/{given.path.stem}",
+        "train.run_dir": f"runs/{given.path.stem}" if given.value("output") is None else given.text("output"),
         "train.report_steps": given.integer("frequent"),
     }
     if parts > 1:
@@ -529,35 +474,21 @@ def run_settings(given: ConfigFile, num_gpus: int) -> Settings:
             "fp16 = True became train.precision = 'auto': bf16 on GPUs that support it; set 'fp16' to train exactly like "
             "InsightFace"
         )
+    if given.value("using_wandb"):
+        settings["train.wandb_project"] = given.value("wandb_project") or "project"
+        given.remark(f"using_wandb became train.wandb_project = {settings['train.wandb_project']!r}")
+    elif given.value("wandb_project"):
+        given.remark("using_wandb is not True: Weights & Biases is switched off; train.wandb_project switches it on")
     targets, steps = given.value("val_targets"), given.integer("verbose")
     if targets is not None:
-        if not isinstance(targets, list | tuple) or not all(isinstance(one, str) for one in targets):
+        if not isinstance(targets, tuple) or not all(isinstance(one, str) for one in targets):
             raise given.error("val_targets", "expected a list of names of .bin files")
         settings["train.evaluate_sets"] = list(targets)
-    if targets is not None and not targets:
+    if targets == ():
         given.remark("val_targets is empty: there is no evaluation during training; every .bin is evaluated at the end")
-    elif "num_image" not in given:
-        given.remark(
-            f"verbose = {steps} was not carried over: without num_image the steps cannot be converted to "
-            f"train.evaluate_epochs"
-        )
+    elif "num_image" not in given.lines:
+        given.remark(f"verbose = {steps} was not carried over: without num_image the steps are not a number of epochs")
     else:
         settings["train.evaluate_epochs"] = round(steps / max(1, given.integer("num_image") // batch), 6)
         given.remark(f"verbose = {steps} steps of {batch} images became train.evaluate_epochs")
     return settings
-
-
-def tracker_settings(given: ConfigFile) -> Settings:
-    """Translates the project in Weights & Biases. What wandb itself reads from its environment becomes a remark."""
-    named = [name for name in ("wandb_project", "wandb_entity", "notes") if given.value(name)]
-    if not given.value("using_wandb"):
-        if named or "using_wandb" in given:
-            shown = ", ".join(["using_wandb", *named])
-            given.remark(f"{shown}: Weights & Biases is switched off; train.wandb_project switches it on")
-        return {}
-    for name, variable in (("wandb_entity", "WANDB_ENTITY"), ("notes", "WANDB_NOTES")):
-        if name in named:
-            given.remark(f"{name} = {given.text(name)!r}: set the variable {variable} when you start the run")
-    if "wandb_project" not in named:
-        given.remark("wandb_project is not set: train.wandb_project is 'project', as in InsightFace's base.py")
-    return {"train.wandb_project": given.text("wandb_project") if "wandb_project" in named else "project"}

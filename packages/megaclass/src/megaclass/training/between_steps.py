@@ -1,4 +1,4 @@
-"""The work of the ranks between two steps, in this order.
+"""The work of the ranks between two steps: a list of objects with one method, in this order.
 
     place       centres move towards the means of their classes   after the last step
     evaluate    the accuracies of the weights as they are now     every train.evaluate_epochs
@@ -13,9 +13,10 @@ Every condition depends on the step alone or on what all ranks have agreed, so a
 """
 
 import logging
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,195 +30,253 @@ from megaclass.evaluation.centres import ClassShard
 from megaclass.evaluation.protocol import Evaluator, SetResult
 from megaclass.evaluation.results import headline
 from megaclass.evaluation.sets import evaluate_sets, sets_in_training, sets_of_main_rank
-from megaclass.progress import Bar, bar_on_demand, no_bar, progress_bar
+from megaclass.progress import Bar, bar_on_demand, progress_bar
 from megaclass.training.class_means import place_centres
 from megaclass.training.commits import Change, Commits
-from megaclass.training.data_errors import DataErrors
-from megaclass.training.metrics import Meter, StepClock, check_finite
+from megaclass.training.metrics import check_finite
 from megaclass.training.model.build import Model, generator_states
-from megaclass.training.observer import Observer
+from megaclass.training.observer import Observer, SlowRanks
 from megaclass.training.run.run import Run
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.schedule import StepDuties
-from megaclass.training.sinks import Sink, no_sinks, open_sinks
+from megaclass.training.sinks import TRACKERS, Sink, no_sinks, open_sinks
 from megaclass_launch.rank_status import own_status
 
 _logger = logging.getLogger("megaclass.training")
 # The progress bar shows the data wait above this share.
 _SHOWN_WAIT_SHARE = 0.05
+# How long a report may take if services get a copy of it.
+_SERVICES_S = 300.0
 
 
-class BetweenSteps:
-    """The work between the steps of one rank, and the position of the loop. Used by the loop alone."""
+@dataclass(slots=True)
+class Position:
+    """Place of the loop, and what the work after the present step has found so far; the same on every rank."""
 
-    def __init__(
-        self,
-        run: Run,
-        model: Model,
-        done: int,
-        num_steps: int,
-        writer: CheckpointWriter,
-        signals: StopSignals,
-        commits: Commits | None,
-    ) -> None:
-        self._run, self._model = run, model
-        self._writer, self._signals, self._commits = writer, signals, commits
-        self.clock, self.data_errors = StepClock(run.device, model.backbone), DataErrors()
-        # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
-        rows = run.folder.read_metrics()
-        self.meter = Meter(run.config.train.global_batch, rows, run.device, self.clock)
-        self.observer = Observer(run, self.clock, done)
-        self._bar: Bar
-        self._send_row: Sink
-        self._reported_errors: set[str] = set()
-        self._duties: StepDuties | None = None
-        """Of the last step done; None before the first one."""
-        self._num_steps = num_steps
-        self._change = Change()
-        """The ranks of an elastic job that are about to change."""
-        self.done = done
-        """Steps done since the start of the run."""
-        self.results: list[SetResult] | None = None
-        """The evaluation after the last step done, if there was one."""
-        self.stop = Stop.NO
-        """The request to stop before the last step, if there is one."""
-        self._ends_early = False
-        """On rank 0: a callback or train.patience has asked to end the run here."""
-        self._accuracies: list[float] = [found for row in rows if (found := _first_accuracy(row)) is not None]
-        """Of the first set, in every evaluation of the run."""
+    done: int
+    """Steps done since the start of the run."""
+    num_steps: int
+    is_last: bool = False
+    """The last step done was the last one of the run."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Loss and accuracies of this very step, or none: the best checkpoint is chosen by them."""
+    results: list[SetResult] | None = None
+    """The evaluation after the last step done, if there was one."""
+    detail: str = ""
+    """Text behind the progress bar."""
+    stop: Stop = Stop.NO
+    """The request to stop before the last step, if there is one."""
+    change: Change = field(default_factory=Change)
+    """The ranks of an elastic job that are about to change."""
+
+    def step_done(self, duties: StepDuties) -> None:
+        self.done, self.is_last = self.done + 1, duties.is_last
+        self.numbers, self.results, self.detail = {}, None, ""
 
     @property
     def is_regrouping(self) -> bool:
         """True once the ranks have agreed to leave their generation, because hosts have changed."""
-        is_last = self._duties is not None and self._duties.is_last
-        return self._change.is_wanted and not is_last and not self.stop
+        return self.change.is_wanted and not self.is_last and not self.stop
 
     @property
     def is_over(self) -> bool:
         return bool(self.stop) or self.is_regrouping
 
-    def open(self, held: ExitStack) -> None:
-        """Collective. Notes the start of the run, and opens what receives its metrics until `held` ends."""
-        run, is_main = self._run, self._run.world.is_main
-        sinks = open_sinks(run.config, run.folder, is_new=self.done == 0) if is_main else no_sinks()
-        self._send_row = on_every_rank(lambda: held.enter_context(sinks), run.device)
-        # Only now: a run whose sinks cannot be opened leaves its folder free.
-        change = self._commits.describe_change(self.done) if self._commits is not None else None
-        run.events.note_begin(self.done, self._num_steps, run.world.size, change)
+
+@dataclass(kw_only=True)
+class Work(ABC):
+    """One kind of work between two steps."""
+
+    run: Run
+    model: Model
+    observer: Observer
+
+    @abstractmethod
+    def after_step(self, at: Position, due: StepDuties) -> None:
+        """Collective. Does the work if it is due after the step just done."""
+
+
+def work_between_steps(
+    run: Run,
+    model: Model,
+    at: Position,
+    observer: Observer,
+    writer: CheckpointWriter,
+    signals: StopSignals,
+    commits: Commits | None,
+    held: ExitStack,
+) -> list[Work]:
+    """Collective. Notes the start of the run, and opens what receives its metrics until `held` ends; returns the works."""
+    is_main = run.world.is_main
+    sinks = open_sinks(run.config, run.folder, is_new=at.done == 0) if is_main else no_sinks()
+    send_row = on_every_rank(lambda: held.enter_context(sinks), run.device)
+    # Only now: a run whose sinks cannot be opened leaves its folder free.
+    change = commits.describe_change(at.done) if commits is not None else None
+    run.events.note_begin(at.done, at.num_steps, run.world.size, change)
+    if commits is not None:
         # From the first step on, the ranks that are left after a loss can continue.
-        self._commit()
-        bar = progress_bar("training", self._num_steps, start=self.done) if is_main else no_bar()
-        self._bar = held.enter_context(bar)
-        if is_main:
-            # A request that came too late for an earlier start is forgotten.
-            run.folder.take_end_request()
+        with own_status().long_work("commit"):
+            commits.commit(model, at.done, run.device)
+    bar = held.enter_context(progress_bar("training", at.num_steps, start=at.done, is_shown=is_main))
+    if is_main:
+        # A request that came too late for an earlier start is forgotten.
+        run.folder.take_end_request()
+    shared: dict[str, Any] = {"run": run, "model": model, "observer": observer}
+    return [
+        PlaceCentres(**shared, is_due=lambda: at.is_last),
+        Evaluate(**shared),
+        ReportMetrics(**shared, signals=signals, commits=commits, send_row=send_row),
+        ShowProgress(**shared, bar=bar),
+        *([Commit(**shared, commits=commits)] if commits is not None else []),
+        PlaceCentres(**shared, is_due=lambda: at.stop is Stop.EARLY),
+        Save(**shared, writer=writer),
+    ]
 
-    def after_step(self, duties: StepDuties) -> None:
-        """Collective. Does what is due after this step."""
-        self.done += 1
-        self._duties = duties
-        # Loss and accuracies of this very step, or none: the best checkpoint is chosen by them.
-        numbers: dict[str, float] = {}
-        detail, self.results = "", None
-        if duties.is_last:
-            self._place_centres()
-        if duties.is_evaluated:
-            numbers = self._evaluate()
-        if duties.is_reported:
-            detail = self._report(duties, numbers)
-        self._bar.advance_to(self.done, detail)
-        if self._commits is not None:
-            self._commits.step_done(self.done)
-            if duties.is_committed and not self.stop:
-                self._commit()
-        if self.stop is Stop.EARLY:
-            self._place_centres()
-        # When ranks leave, one may take along the only copy of another's centres.
-        if duties.is_saved or self.stop or (self.is_regrouping and self._change.has_removals):
-            self._save(numbers)
 
-    def _place_centres(self) -> None:
-        with self.meter.paused(), self.observer.long_work("class means"):
-            place_centres(self._run, self._model)
+@dataclass(kw_only=True)
+class PlaceCentres(Work):
+    """Moves the centres towards the means of their classes when the run ends."""
 
-    def _evaluate(self) -> dict[str, float]:
-        with self.meter.paused(), self.observer.long_work("evaluation"):
-            self.results = evaluate_between_steps(self._run, self._model, self.done, self._reported_errors)
-        numbers = accuracies(self.results)
-        self._run.events.note("evaluation", self.done, seconds=self.meter.last_pause_s, **numbers)
-        return numbers
+    is_due: Callable[[], bool]
 
-    def _report(self, duties: StepDuties, numbers: dict[str, float]) -> str:
-        """Returns the text behind the progress bar; adds the loss to the numbers.
+    def after_step(self, at: Position, due: StepDuties) -> None:
+        if self.is_due():
+            with self.observer.paused("class means"):
+                place_centres(self.run, self.model)
 
-        Ends the run on all ranks after an error of any rank: bad data, gradients that are not finite, a full disk.
-        """
-        run, device = self._run, self._run.device
-        row = {"step": self.done, "epoch": self.done / run.loader.steps_per_epoch, "learning_rate": duties.lr}
-        row |= self.meter.read()
-        row |= self.observer.read(self.meter, self.done)
-        if self._commits is not None:
-            row["commit_s"] = self._commits.take_seconds()
-        numbers |= {"loss": row["loss"]}
-        with self.observer.reporting():
-            on_every_rank(partial(self._check_and_send, row | numbers), device)
+
+@dataclass(kw_only=True)
+class Evaluate(Work):
+    """Evaluates the weights as they are now."""
+
+    reported_errors: set[str] = field(default_factory=set)
+
+    def after_step(self, at: Position, due: StepDuties) -> None:
+        if due.is_evaluated:
+            with self.observer.paused("evaluation"):
+                at.results = evaluate_between_steps(self.run, self.model, at.done, self.reported_errors)
+            at.numbers |= accuracies(at.results)
+            self.run.events.note("evaluation", at.done, seconds=self.observer.meter.last_pause_s, **at.numbers)
+
+
+@dataclass(kw_only=True)
+class ReportMetrics(Work):
+    """Sends a row of metrics, and exchanges errors and signals of all ranks.
+
+    Ends the run on all ranks after an error of any rank: bad data, gradients that are not finite, a full disk.
+    """
+
+    signals: StopSignals
+    commits: Commits | None
+    send_row: Sink
+    ends_early: bool = False
+    """On rank 0: a callback or train.patience has asked to end the run here."""
+
+    def __post_init__(self) -> None:
+        self.slow_ranks = SlowRanks(self.run)
+        rows = self.run.folder.read_metrics()
+        # Of the first set, in every evaluation of the run.
+        self.accuracies = [found for row in rows if (found := _first_accuracy(row)) is not None]
+
+    def after_step(self, at: Position, due: StepDuties) -> None:
+        if not due.is_reported:
+            return
+        run, limit, meter = self.run, self.observer.limit, self.observer.meter
+        row = {"step": at.done, "epoch": at.done / run.loader.steps_per_epoch, "learning_rate": due.lr}
+        row |= meter.read()
+        limit.all_read()
+        row |= self.slow_ranks.read(meter, at.done)
+        if self.commits is not None:
+            row["commit_s"] = self.commits.take_seconds()
+        at.numbers |= {"loss": row["loss"]}
+        allowed_s = limit.limit_s()
+        if allowed_s and any(tracker.is_wanted(run.config.train) for tracker in TRACKERS):
+            # A service that gets a copy may answer slowly without the job counting as hung.
+            allowed_s = max(allowed_s, _SERVICES_S)
+        with own_status().long_work("report", allowed_s=allowed_s):
+            on_every_rank(partial(self._check_and_send, row | at.numbers), run.device)
         if row["skipped_steps"]:
-            run.events.note("skip", self.done, num_steps=row["skipped_steps"])
+            run.events.note("skip", at.done, num_steps=row["skipped_steps"])
         # Signals are exchanged at reports only, so other steps need no additional collective.
-        own = Stop.EARLY if self._ends_early else Stop.NO
-        self.stop = Stop.NO if duties.is_last else self._signals.of_any_rank(device, own)
-        return describe_row(row, self.observer.describe_slow())
+        own = Stop.EARLY if self.ends_early else Stop.NO
+        at.stop = Stop.NO if due.is_last else self.signals.of_any_rank(run.device, own)
+        at.detail = describe_row(row, self.slow_ranks.describe())
 
     def _check_and_send(self, row: dict[str, Any]) -> None:
-        self.data_errors.check()
-        on_nan, is_scaled = self._run.config.train.on_nan, self._model.loss_scale.is_dynamic
-        check_finite(row, int(row["step"]), on_nan, is_scaled, self.meter.skipped_in_row)
-        self._send_row(row)
-        if self._run.world.is_main:
+        self.observer.data_errors.check()
+        on_nan, is_scaled = self.run.config.train.on_nan, self.model.loss_scale.is_dynamic
+        check_finite(row, int(row["step"]), on_nan, is_scaled, self.observer.meter.skipped_in_row)
+        self.send_row(row)
+        if self.run.world.is_main:
             # All of them are called, also if the first one has asked to end the run.
-            asked = [callback(dict(row)) is True for callback in self._run.callbacks]
-            self._ends_early = any([*asked, self._is_past_patience(row), self._run.folder.take_end_request()])
+            asked = [callback(dict(row)) is True for callback in self.run.callbacks]
+            self.ends_early = any([*asked, self._is_past_patience(row), self.run.folder.take_end_request()])
 
     def _is_past_patience(self, row: dict[str, Any]) -> bool:
         """Tells whether the last train.patience evaluations brought no better accuracy than an earlier one."""
-        patience = self._run.config.train.patience
+        patience = self.run.config.train.patience
         accuracy = _first_accuracy(row)
         if not patience or accuracy is None:
             return False
-        self._accuracies.append(accuracy)
-        best = self._accuracies.index(max(self._accuracies))
-        if len(self._accuracies) - 1 - best < patience:
+        self.accuracies.append(accuracy)
+        best = self.accuracies.index(max(self.accuracies))
+        if len(self.accuracies) - 1 - best < patience:
             return False
         evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
         _logger.info(
-            f"the run ends after step {self.done:,}: the last {evaluations} brought no better accuracy than "
-            f"{self._accuracies[best]:.2%} (train.patience={patience})."
+            f"the run ends after step {row['step']:,}: the last {evaluations} brought no better accuracy than "
+            f"{self.accuracies[best]:.2%} (train.patience={patience})."
         )
         return True
 
-    def _commit(self) -> None:
-        if self._commits is not None:
-            with self.observer.long_work("commit"):
-                change = self._commits.commit(self._model, self.done, self._run.device)
-            # Before the first step a commit keeps the state only.
-            self._change = change if self._duties is not None else self._change
 
-    def _save(self, numbers: dict[str, float]) -> None:
-        """Averages the batch statistics over the ranks and starts a checkpoint, written during the next steps."""
-        _logger.debug(f"saving a checkpoint of step {self.done}")
-        head = self._model.head
-        with self.observer.long_work("saving"):
-            average_buffers_(self._model.backbone)
-            self._writer.save(
+@dataclass(kw_only=True)
+class ShowProgress(Work):
+    """Moves the progress bar."""
+
+    bar: Bar
+
+    def after_step(self, at: Position, due: StepDuties) -> None:
+        self.bar.advance_to(at.done, at.detail)
+
+
+@dataclass(kw_only=True)
+class Commit(Work):
+    """Keeps the state in the memory of an elastic job, and learns whether its ranks are about to change."""
+
+    commits: Commits
+
+    def after_step(self, at: Position, due: StepDuties) -> None:
+        self.commits.step_done(at.done)
+        if due.is_committed and not at.stop:
+            with own_status().long_work("commit"):
+                at.change = self.commits.commit(self.model, at.done, self.run.device)
+
+
+@dataclass(kw_only=True)
+class Save(Work):
+    """Averages the batch statistics over the ranks and starts a checkpoint, written during the next steps."""
+
+    writer: CheckpointWriter
+
+    def after_step(self, at: Position, due: StepDuties) -> None:
+        # When ranks leave, one may take along the only copy of another's centres.
+        if not (due.is_saved or at.stop or (at.is_regrouping and at.change.has_removals)):
+            return
+        _logger.debug(f"saving a checkpoint of step {at.done}")
+        head = self.model.head
+        with own_status().long_work("saving"):
+            average_buffers_(self.model.backbone)
+            self.writer.save(
                 Snapshot(
-                    step=self.done,
-                    shared=self._model.shared_state(),
+                    step=at.done,
+                    shared=self.model.shared_state(),
                     head_rows=head.rows(),
                     class_start=head.classes.start,
                     class_stop=head.classes.stop,
                     num_classes=head.num_classes,
-                    rank_state=generator_states(self._run.device),
-                    metrics=numbers,
+                    rank_state=generator_states(self.run.device),
+                    metrics=at.numbers,
                 )
             )
 

@@ -10,7 +10,7 @@ it, the trained centres are (benchmarks/glyphs.md).
 """
 
 import logging
-from contextlib import nullcontext
+import math
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,8 +24,8 @@ from megaclass.errors import DataError
 from megaclass.evaluation.embed import evaluating
 from megaclass.head.gather_batch import gather_batch
 from megaclass.progress import progress_bar
-from megaclass.training.data_errors import DataErrors
 from megaclass.training.model.build import Model
+from megaclass.training.observer import DataErrors
 from megaclass.training.run.run import Run
 from megaclass_launch.errors import UserError
 from megaclass_launch.rank_status import own_status
@@ -33,6 +33,7 @@ from megaclass_launch.ranks.collectives import gather_blocks
 
 _logger = logging.getLogger("megaclass.training")
 _DEFAULT_WEIGHT = 2.0
+_LOWEST_RATE = 1e-4
 
 
 def start_at_class_means(run: Run, model: Model) -> None:
@@ -50,18 +51,23 @@ def start_at_class_means(run: Run, model: Model) -> None:
 
 
 def mean_weight(config: Config) -> float:
-    """Returns the weight of the class means in the centres after the last step: the setting, or its default."""
-    if config.train.mean_weight is not None:
-        return config.train.mean_weight
-    rates = config.head.sample_rate
-    is_sampled = rates != 1.0 if isinstance(rates, float | int) else any(rate != 1.0 for _, rate in rates)
-    return _DEFAULT_WEIGHT if is_sampled and config.head.subcentres == 1 else 0.0
+    """Returns the weight of the class means in the centres after the last step.
+
+    The setting or its default, divided by the square root of the last sample rate: the less often centres are drawn, the
+    less do they say beside the means (docs/decisions/head.md).
+    """
+    weight = config.train.mean_weight
+    if weight is None:
+        weight = _DEFAULT_WEIGHT if config.head.is_sampled and config.head.subcentres == 1 else 0.0
+    rate = config.head.sample_rate
+    last_rate = rate if isinstance(rate, float | int) else rate[-1][1]
+    return weight / math.sqrt(max(last_rate, _LOWEST_RATE))
 
 
 def place_centres(run: Run, model: Model) -> None:
     """Collective, after the last step. Turns each centre towards the mean of its images' embeddings; lengths stay.
 
-    The new direction is that of (unit centre + train.mean_weight * unit mean). An error leaves the centres as they are: it
+    The new direction is that of (unit centre + mean_weight() * unit mean). An error leaves the centres as they are: it
     must not cost the training. Traffic as above. Memory: as many float32 numbers as there are centres on this rank.
     """
     weight = mean_weight(run.config)
@@ -80,7 +86,7 @@ def place_centres(run: Run, model: Model) -> None:
     model.head.store.turn_to_(sums_KD, weight)
     if run.world.is_main:
         _logger.info(
-            f"the centres were moved towards the means of their classes, which count {weight:g} times as much as the "
+            f"the centres were moved towards the means of their classes, which count {weight:.3g} times as much as the "
             f"trained directions (train.mean_weight)."
         )
 
@@ -126,12 +132,11 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
     largest = -(-config.train.global_batch // world.size)
     # The last row collects images of classes on other ranks; it is dropped.
     sums = torch.zeros((len(own) + 1, width), device=device)
-    new_bar = progress_bar("class means", source.num_images) if world.is_main else nullcontext(None)
     starts = range(0, source.num_images, config.train.global_batch)
     nothing = torch.zeros((0, 3, *run.image_size), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
     batches = data_errors.keep_error(run.loader.once(config.train.global_batch), nothing)
     is_failed = torch.zeros((), dtype=torch.bool)
-    with evaluating(model.backbone), new_bar as bar:
+    with evaluating(model.backbone), progress_bar("class means", source.num_images, is_shown=world.is_main) as bar:
         for start, (images_B, labels_B) in zip(starts, batches, strict=False):
             inputs = normalise(images_B.to(device)).to(memory_format=torch.channels_last)
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
@@ -148,8 +153,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
             own_status().progress(
                 allowed_s=0.0, phase="class means", detail=f"{done:,} of {source.num_images:,} images"
             )
-            if bar is not None:
-                bar.advance_to(done)
+            bar.advance_to(done)
             if is_failed:
                 # Read one step late, so the host does not wait for the GPU in every step.
                 break

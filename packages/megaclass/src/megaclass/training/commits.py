@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from torch import Tensor
 from megaclass.checkpoint.class_ranges import Classes, overlapping, whole_up_to
 from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.checkpoint.tensor_file import DTYPE_NAMES
+from megaclass.distributed.agreement import gather_texts
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.head.centres import class_range
 from megaclass.training.model.build import Model, generator_states, restore_generators
-from megaclass_launch.elastic.worker import Assignment, ElasticWorker
+from megaclass_launch.elastic import Assignment, ElasticWorker
 from megaclass_launch.errors import ConnectionLostError
 from megaclass_launch.ranks.collectives import gather_blocks
 
@@ -41,6 +43,11 @@ class HeldCommit:
 
     def numbers(self) -> list[int]:
         return list(astuple(self))
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Of all parts of a commit; larger for a newer one, also if a later generation has gone back to an earlier step."""
+        return self.generation, self.step, self.num_classes
 
 
 NO_COMMIT = HeldCommit(0, 0, 0, 0, 0, 0, 0)
@@ -77,19 +84,13 @@ def newest_whole_commit(held_W: Sequence[Sequence[HeldCommit]]) -> Restoration |
     The rank to which the classes belonged provides them if it is there, otherwise the one with the copy.
     """
     found = [(rank, commit) for rank, commits in enumerate(held_W) for commit in commits if commit.generation]
-    # A later generation may have gone back to an earlier step: its commits are newer.
-    keys = {(commit.generation, commit.step, commit.num_classes) for _, commit in found}
-    for generation, step, num_classes in sorted(keys, reverse=True):
-        these = [
-            (rank, commit)
-            for rank, commit in found
-            if (commit.generation, commit.step, commit.num_classes) == (generation, step, num_classes)
-        ]
+    for key in sorted({commit.key for _, commit in found}, reverse=True):
+        these = [(rank, commit) for rank, commit in found if commit.key == key]
         copies = {(commit.kept_start, commit.kept_stop): rank for rank, commit in these}
         owners = {(commit.own_start, commit.own_stop): rank for rank, commit in these}
         holders = {classes: rank for classes, rank in (copies | owners).items() if classes[0] < classes[1]}
-        if whole_up_to(holders) == num_classes:
-            return Restoration(generation, step, num_classes, holders, tuple(rank for rank, _ in these))
+        if whole_up_to(holders) == key[2]:
+            return Restoration(*key, holders, tuple(rank for rank, _ in these))
     return None
 
 
@@ -119,7 +120,6 @@ def copy_distance(hosts: Sequence[str]) -> int:
 # ---- Sends the state of an elastic training between ranks, as plain bytes. Nothing that arrives is unpickled. -----
 
 _CHUNK_BYTES = 64 << 20
-_MAX_HEADER_BYTES = 64 << 20
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -131,12 +131,8 @@ def swap_rows(
     own, kept: the same names on every rank. Traffic: the rows of one rank, per rank, in pieces of up to 64 MiB.
     """
     for name in own:
-        sent, received = _pieces(own[name]), _pieces(kept[name])
         # Shards differ by at most one class, so one side may have a piece more.
-        while True:
-            part, place = next(sent, None), next(received, None)
-            if part is None and place is None:
-                break
+        for part, place in zip_longest(_pieces(own[name]), _pieces(kept[name])):
             # Both in one batch: a send that waits for its receiver, on every rank at once, would never end.
             operations = []
             if part is not None:
@@ -169,21 +165,12 @@ def receive_rows(rows: Mapping[str, Tensor], source: int) -> None:
 def tensors_of_rank(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
     """Collective. Returns the tensors of rank `source` on every rank, in host memory; the other ranks' own do not matter.
 
-    Two broadcasts of names, types and shapes, then one per tensor.
+    One exchange of names, types and shapes, then a broadcast per tensor.
     """
     is_source = dist.get_rank() == source
     rows = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
-    header = json.dumps(rows).encode() if is_source else b""
-    length = torch.tensor([len(header)], device=device)
-    dist.broadcast(length, source)
-    # Before memory is taken for it.
-    assert 0 < int(length) <= _MAX_HEADER_BYTES, int(length)
-    text = torch.zeros(int(length), dtype=torch.uint8)
-    text[: len(header)] = torch.frombuffer(bytearray(header or b"\0"), dtype=torch.uint8)[: len(header)]
-    text = text.to(device)
-    dist.broadcast(text, source)
     found = {}
-    for name, dtype, shape in json.loads(bytes(text.cpu().numpy())):
+    for name, dtype, shape in json.loads(gather_texts(json.dumps(rows) if is_source else "", device)[source]):
         value = tensors[name] if is_source else torch.empty(shape, dtype=_DTYPES[dtype])
         for part in _pieces(value.reshape(-1).view(torch.uint8)):
             sent = part.to(device)
@@ -216,7 +203,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 #     _places       the two places                          written by commit, restore
 #     _last         the place with the last good commit     written by commit, restore
 #     _joined       this generation                         written by join
-#     has_begun     the run has been put into its folder    written by join, begin
+#     has_begun     the run has been put into its folder    written by join, rank_main
 #     is_state_lost no member holds a commit any more       written by join
 #     last_step     steps done by this process              written by the loop
 #     spent_s       seconds in commits since the last row   written by commit, take_seconds
@@ -312,10 +299,6 @@ class Commits:
             )
         return [row[1:] for row in rows_W]
 
-    def begin(self) -> None:
-        """Notes that the run is in its folder."""
-        self.has_begun = True
-
     def describe_change(self, first_step: int) -> dict[str, object]:
         """Returns the fields of the event `rank_change`; empty in the first generation of a run."""
         joined = self._joined
@@ -397,7 +380,8 @@ class Commits:
         """
         assert self._joined is not None
         rank, size = self._joined.world.rank, self._joined.world.size
-        place = next((place for place in self._places if _is_of(place, restoration)), None)
+        key = restoration.generation, restoration.step, restoration.num_classes
+        place = next((place for place in self._places if place.held.key == key), None)
         shared: Mapping[str, Tensor] = place.shared if place is not None else {}
         # All ranks know the restoration, so either all of them broadcast or none does.
         if len(restoration.ranks) < size:
@@ -429,12 +413,3 @@ class Commits:
             self._last = place
             restore_generators(place.generators, device)
         return restoration.step
-
-
-def _is_of(place: _Place, restoration: Restoration) -> bool:
-    held = place.held
-    return (held.generation, held.step, held.num_classes) == (
-        restoration.generation,
-        restoration.step,
-        restoration.num_classes,
-    )

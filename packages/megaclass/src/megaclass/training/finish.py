@@ -19,11 +19,9 @@ from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import read_run_centres
+from megaclass.evaluation.centres import CentreHealth, read_run_centres
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.protocols.baselines import score_pixels
-from megaclass.evaluation.protocols.centre_health import CentreHealth
-from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs
+from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs, score_pixels
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
 from megaclass.evaluation.report.page import write_report
 from megaclass.evaluation.results import NUMBERS_FILE, headline, write_results

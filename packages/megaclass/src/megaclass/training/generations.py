@@ -29,7 +29,7 @@ from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError, HeadError
 from megaclass.head.centres import class_range
 from megaclass.training.run.run import OF_EACH_HOST, make_loader, staged_path
-from megaclass_launch.elastic.worker import Assignment, ElasticWorker, Why
+from megaclass_launch.elastic import Assignment, ElasticWorker, Why
 from megaclass_launch.errors import ConfigError, ConnectionLostError, LaunchError, UserError
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.process_group import abort_nccl, is_echo, process_group

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from megaclass.checkpoint.save import CheckpointWriter
 from megaclass.data.loading.choose import available_cores
 from megaclass.evaluation.protocol import SetResult
-from megaclass.training.between_steps import BetweenSteps
+from megaclass.training.between_steps import Position, work_between_steps
 from megaclass.training.commits import Commits
-from megaclass.training.data_errors import batch_of_no_class
 from megaclass.training.model.build import Model
+from megaclass.training.observer import Observer
 from megaclass.training.run.run import Run
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.schedule import Schedule
 from megaclass.training.step import compile_programs, training_step
+from megaclass_launch.rank_status import own_status
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,17 @@ def train(
     """
     config, loader, device = run.config, run.loader, run.device
     schedule = Schedule(config, loader.steps_per_epoch, commits.interval if commits is not None else None)
-    between = BetweenSteps(run, model, first_step, schedule.num_steps, writer, signals, commits)
-    clock, meter, observer, data_errors = between.clock, between.meter, between.observer, between.data_errors
+    at, observer = Position(first_step, schedule.num_steps), Observer(run, model.backbone, first_step)
     # The order of the data is a function of (seed, epoch, step), so a resumed run just starts in the middle of an epoch.
     epoch, step_in_epoch = divmod(first_step, loader.steps_per_epoch)
     batches = loader.batches(epoch, step_in_epoch, num_steps=schedule.num_steps - first_step)
-    # After an error in its data a rank keeps sending this batch, so no other rank waits for it (data_errors.py).
-    refused = batch_of_no_class(-(-config.train.global_batch // run.world.size), loader.image_size)
     model.parallel.train()
     with ExitStack() as held:
-        between.open(held)
-        for step, batch in enumerate(meter.batches(data_errors.keep_error(batches, refused)), start=first_step):
+        works = work_between_steps(run, model, at, observer, writer, signals, commits, held)
+        for step, batch in enumerate(observer.batches(batches), start=first_step):
             duties = schedule.duties(step)
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
-            with data_errors.raised_on_all_ranks(device), observer.step(step, is_last=duties.is_last):
+            with observer.step(step, is_last=duties.is_last):
                 if step == first_step:
                     num_threads = max(1, available_cores() // run.world.local_size)
                     compile_programs(model, batch, config, step=step, device=device, num_threads=num_threads)
@@ -81,19 +79,22 @@ def train(
                     step=step,
                     device=device,
                     is_measured=duties.is_reported,
-                    clock=clock,
+                    clock=observer.clock,
                 )
-                meter.add(result)
-            between.after_step(duties)
-            if between.is_over:
+            observer.meter.add(result)
+            at.step_done(duties)
+            for work in works:
+                work.after_step(at, duties)
+            if at.is_over:
                 # The checkpoint is on its way: what the run has done is not lost.
                 break
-    observer.finish()
+    # After the last step the slowest disk decides how long the last checkpoint takes.
+    own_status().progress(allowed_s=0.0, phase="after the last step")
     return TrainingResult(
-        num_steps=between.done,
-        final_loss=meter.last_loss,
-        images_per_second=meter.images_per_second(),
-        stop=between.stop,
-        is_regrouping=between.is_regrouping,
-        results=between.results,
+        num_steps=at.done,
+        final_loss=observer.meter.last_loss,
+        images_per_second=observer.meter.images_per_second(),
+        stop=at.stop,
+        is_regrouping=at.is_regrouping,
+        results=at.results,
     )

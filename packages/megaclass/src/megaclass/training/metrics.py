@@ -107,19 +107,6 @@ class StepClock:
         return seconds, [_milliseconds(begun, ended) for begun, ended in itertools.pairwise(ends)]
 
 
-class NoClock(StepClock):
-    """Measures nothing, for steps outside a run."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def begin(self, phase: str) -> None:
-        pass
-
-
-NO_CLOCK = NoClock()
-
-
 def gather_phases(seconds: dict[str, float], device: torch.device) -> tuple[dict[str, list[float]], list[float]]:
     """Collective: one all-gather of 24 bytes per rank.
 

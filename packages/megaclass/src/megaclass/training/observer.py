@@ -9,21 +9,28 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from megaclass.config.schema import TrainConfig
+from megaclass.data.loader import Batch
+from megaclass.distributed.agreement import on_every_rank
+from megaclass.errors import HeadError
+from megaclass.head.faults import NO_CLASS
 from megaclass.phases import SlowRank, find_slow_rank
 from megaclass.training.metrics import Meter, StepClock, gather_phases, phase_row
 from megaclass.training.run.run import Run
-from megaclass.training.sinks import TRACKERS
+from megaclass_launch.errors import UserError
 from megaclass_launch.files import make_private_folder, published_file
 from megaclass_launch.rank_status import OwnStatus, own_status
 
+T = TypeVar("T")
 PROFILE_FOLDER = "profile"
 _logger = logging.getLogger("megaclass.training")
 _MAX_ALLOCATIONS = 200_000
@@ -133,7 +140,7 @@ class HangLimit:
         # The host may be several steps ahead of its GPU and then has to wait for all of them.
         ahead_s = self._num_unread * self._median_s
         limit_s = self.limit_s()
-        self._status.progress(step=step, phase="training", allowed_s=limit_s + ahead_s if limit_s else 0.0)
+        self._status.progress(step=step, allowed_s=limit_s + ahead_s if limit_s else 0.0)
 
     def all_read(self) -> None:
         """Marks that the device has finished all steps up to now, which tells how long a step takes."""
@@ -144,54 +151,74 @@ class HangLimit:
         self._read_at, self._num_unread = now, 0
 
 
-_SERVICES_S = 300.0
+# ---- errors in the data of one rank, which must end the run on all ranks, without a collective of their own
+#
+# A rank whose data fails cannot raise at once: the other ranks would wait for it in the next all-gather. It keeps the error
+# and sends batches whose labels are all NO_CLASS. Every rank finds such a label in the head's all-gather and refuses the
+# step (head/faults.py); then the ranks exchange the reason, and all of them raise.
+
+
+class DataErrors:
+    """Keeps an error of this rank's data until all ranks are at a point where they can exchange it."""
+
+    def __init__(self) -> None:
+        self._error: UserError | OSError | None = None
+
+    @property
+    def is_any(self) -> bool:
+        return self._error is not None
+
+    def keep_error(self, batches: Iterable[T], instead: T) -> Iterator[T]:
+        """Yields the batches; after an error, which is kept, yields `instead` without end."""
+        try:
+            yield from batches
+        except (UserError, OSError) as error:
+            self._error = error
+            while True:
+                yield instead
+
+    @contextmanager
+    def raised_on_all_ranks(self, device: torch.device) -> Iterator[None]:
+        """Wraps a step: if the head refuses `batch_of_no_class`, raises the kept error on every rank instead."""
+        try:
+            yield
+        except HeadError:
+            on_every_rank(self.check, device)
+            raise
+
+    def check(self) -> None:
+        """Raises the kept error, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+
+def batch_of_no_class(num_images: int, image_size: tuple[int, int]) -> Batch:
+    """Returns the batch that stands for data that cannot be read.
+
+    Every rank refuses it: on a CPU in the same forward, on a GPU some steps later, and nothing is updated until then.
+    """
+    return Batch(
+        images=torch.zeros((num_images, 3, *image_size), dtype=torch.uint8),
+        labels=torch.full((num_images,), NO_CLASS),
+        indices=np.zeros(num_images, dtype=np.int64),
+        epoch=0,
+        step=0,
+    )
+
+
 _SLOW_REPORTS = 3
 
 
-class Observer:
-    """Watches the loop of one rank; used by the loop alone."""
+class SlowRanks:
+    """Finds the slow rank of each report."""
 
-    def __init__(self, run: Run, clock: StepClock, first_step: int) -> None:
-        self._run, self._clock = run, clock
-        self._status = own_status()
-        self._limit = HangLimit(
-            run.config.train,
-            self._status,
-            first_step,
-            is_compiled=run.config.is_compiled(on_gpu=run.device.type == "cuda"),
-        )
-        self._profile = StepProfile(run)
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._slow: SlowRank | None = None
         self._num_slow = 0
 
-    @contextmanager
-    def step(self, step: int, *, is_last: bool) -> Iterator[None]:
-        """Wraps the work of one step, counted from 0."""
-        self._profile.before(step)
-        with self._clock.step():
-            yield
-        self._profile.after(step, is_last)
-        self._limit.step_done(step + 1)
-
-    def finish(self) -> None:
-        """Ends the limit: after the last step the slowest disk decides how long the last checkpoint takes."""
-        self._status.progress(allowed_s=0.0, phase="after the last step")
-
-    def long_work(self, phase: str) -> AbstractContextManager[None]:
-        """Allows the block any time; the time of the next step begins after it."""
-        return self._status.long_work(phase)
-
-    def reporting(self) -> AbstractContextManager[None]:
-        """Wraps the report of a row. A service that gets a copy may answer slowly without the job counting as hung."""
-        limit_s = self._limit.limit_s()
-        has_services = any(tracker.is_wanted(self._run.config.train) for tracker in TRACKERS)
-        return self._status.long_work(
-            "report", allowed_s=max(limit_s, _SERVICES_S) if limit_s and has_services else limit_s
-        )
-
     def read(self, meter: Meter, step: int) -> dict[str, Any]:
         """Collective. Returns the fields of the metrics about phases and ranks. To be called right after Meter.read."""
-        self._limit.all_read()
         own = meter.phase_s
         phases, memory = gather_phases(own, self._run.device)
         slow = find_slow_rank(phases)
@@ -208,9 +235,42 @@ class Observer:
             row |= {"rank_gpu_memory_gib": memory, "gpu_busy_share": min(1.0, on_gpu_s / max(meter.last_step_s, 1e-9))}
         return row
 
-    def describe_slow(self) -> str:
+    def describe(self) -> str:
         """Returns the part of the progress line about a slow rank; empty if none is slow."""
         slow = self._slow
         if slow is None:
             return ""
         return f"rank {slow.rank} ({self._run.hosts[slow.rank]}) {slow.slower:.0%} slower: {slow.phase}"
+
+
+class Observer:
+    """Wraps the steps of one rank: measures them, keeps errors of their data, profiles them, and limits their time."""
+
+    def __init__(self, run: Run, backbone: nn.Module, first_step: int) -> None:
+        self.clock, self.data_errors = StepClock(run.device, backbone), DataErrors()
+        # A run that is resumed after its last step trains nothing: its last loss and speed come from the metrics it wrote.
+        self.meter = Meter(run.config.train.global_batch, run.folder.read_metrics(), run.device, self.clock)
+        is_compiled = run.config.is_compiled(on_gpu=run.device.type == "cuda")
+        self.limit = HangLimit(run.config.train, own_status(), first_step, is_compiled=is_compiled)
+        self._profile, self._run = StepProfile(run), run
+
+    def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the batches; after an error in its data a rank keeps sending one that all ranks refuse (DataErrors)."""
+        most = -(-self._run.config.train.global_batch // self._run.world.size)
+        return self.meter.batches(self.data_errors.keep_error(source, batch_of_no_class(most, self._run.image_size)))
+
+    @contextmanager
+    def step(self, step: int, *, is_last: bool) -> Iterator[None]:
+        """Wraps the work of one step, counted from 0."""
+        with self.data_errors.raised_on_all_ranks(self._run.device):
+            self._profile.before(step)
+            with self.clock.step():
+                yield
+            self._profile.after(step, is_last)
+        self.limit.step_done(step + 1)
+
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """Wraps work between the steps: it may take any time, and does not count in the speed."""
+        with self.meter.paused(), own_status().long_work(phase):
+            yield

@@ -35,10 +35,9 @@ from megaclass.training.run.run import (
     open_run,
 )
 from megaclass.training.run.signals import Stop, StopSignals
-from megaclass.training.start.initial_weights import load_initial_weights
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
-from megaclass.training.start.resume import resume_run
-from megaclass_launch.elastic.worker import Assignment, elastic_worker
+from megaclass.training.start.resume import load_initial_weights, resume_run
+from megaclass_launch.elastic import Assignment, elastic_worker
 from megaclass_launch.errors import StateLostError
 from megaclass_launch.exit_codes import EXIT_RESUME_ME
 from megaclass_launch.rank_status import own_status
@@ -56,15 +55,6 @@ _STATE_LOST = (
 # How long rank 0 of an elastic job waits, after a loss, for the files of other ranks in a checkpoint that is under way: they
 # wait for it to continue.
 _LAST_WAIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class RankOutcome:
-    """A run after its last step, ready to be evaluated and exported."""
-
-    run: Run
-    model: Model
-    outcome: TrainingResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +90,7 @@ def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequ
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
     # The agent can ask this rank for its stacks at any time, also while it joins the others.
-    own_status().give_stacks(str(Path(__file__).parents[1]))
+    own_status().give_stacks(str(Path(__file__).parents[1]), "no step has finished", "train.hang_after_s")
     worker = elastic_worker()
     with ExitStack() as held:
         context = RankContext(config=config, world=world, mode=mode, lock=FolderLock(held), callbacks=tuple(callbacks))
@@ -130,8 +120,7 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
     world = context.world
     with group as device:
         with out_of_memory_explained(context.config, world, device):
-            trained = train_in_group(context, device)
-        run, model, outcome = trained.run, trained.model, trained.outcome
+            run, model, outcome = train_in_group(context, device)
         if outcome.is_regrouping:
             return None
         is_interrupted = outcome.stop.is_interruption
@@ -160,14 +149,14 @@ def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.
     return 0
 
 
-def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
+def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Model, TrainingResult]:
     """Collective. Runs from the settings to the last step: opens the run, builds the model, loads weights, trains."""
     config, world, commits = context.config, context.world, context.commits
     hosts = check_same_start(config, device)
     restoration = None
     if commits is not None and context.here is not None:
         restoration = commits.join(context.here, device)
-    # What an earlier generation did and said is not repeated: begin() below changes the answer.
+    # What an earlier generation did and said is not repeated: setting has_begun below changes the answer.
     is_continued = context.is_continued
     mode, run = _open(context, hosts, device)
     says = world.is_main and not is_continued
@@ -192,7 +181,7 @@ def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
         # From here on a restart continues this run (see start/restart.py).
         on_main_rank(lambda: take_over(config, run.folder, mode), device)
     if commits is not None:
-        commits.begin()
+        commits.has_begun = True
     if says:
         _logger.info(run.source.describe())
         _logger.info(sizes)
@@ -212,7 +201,7 @@ def train_in_group(context: RankContext, device: torch.device) -> RankOutcome:
         _logger.info(f"rank {world.rank}: {run.loader.bad_images.describe()}")
     if run.loader.num_resized:
         _logger.info(f"rank {world.rank}: {run.loader.describe_resized()}")
-    return RankOutcome(run, model, outcome)
+    return run, model, outcome
 
 
 def _open(context: RankContext, hosts: tuple[str, ...], device: torch.device) -> tuple[StartMode, Run]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,47 @@ def _tensorboard(config: Config, folder: Path) -> Iterator[SendNumbers]:
         writer.close()
 
 
-@contextmanager
-def _wandb(config: Config, folder: Path) -> Iterator[SendNumbers]:
+def _wandb(config: Config, folder: Path) -> AbstractContextManager[SendNumbers]:
     import wandb
 
-    try:
+    def begin() -> Any:
         make_private_folder(folder / "wandb")
-        session = wandb.init(
-            project=config.train.wandb_project, name=folder.name, dir=str(folder), config={"toml": to_toml(config)}
-        )
-    except wandb.Error as error:
-        raise _refused(
-            "Weights & Biases", "wandb_project", config, error, "WANDB_MODE=offline writes to files;"
-        ) from error
+        settings = {"toml": to_toml(config)}
+        return wandb.init(project=config.train.wandb_project, name=folder.name, dir=str(folder), config=settings)
+
+    advice = "WANDB_MODE=offline writes to files;"
+    return _session("Weights & Biases", "wandb_project", config, begin, (wandb.Error,), advice)
+
+
+def _trackio(config: Config, folder: Path) -> AbstractContextManager[SendNumbers]:
+    import trackio
+
+    settings = {name: str(value) for name, value in flat_values(config).items()}
+    begin = partial(
+        trackio.init,
+        project=config.train.trackio_project,
+        name=folder.name,
+        config=settings,
+        resume="allow",
+        embed=False,
+    )
+    return _session("trackio", "trackio_project", config, begin, (ValueError, RuntimeError))
+
+
+@contextmanager
+def _session(
+    title: str,
+    setting: str,
+    config: Config,
+    begin: Callable[[], Any],
+    errors: tuple[type[Exception], ...],
+    advice: str = "",
+) -> Iterator[SendNumbers]:
+    """Begins a session of Weights & Biases, or of trackio, which has the same interface."""
+    try:
+        session = begin()
+    except errors as error:
+        raise _refused(title, setting, config, error, advice) from error
     try:
         yield lambda numbers, step: session.log(dict(numbers), step=step)
     finally:
@@ -97,8 +126,7 @@ def _mlflow(config: Config, folder: Path) -> Iterator[SendNumbers]:
         number = experiment.experiment_id if experiment is not None else client.create_experiment(name)
         run = client.create_run(number, run_name=folder.name)
         values = [Param(key, str(value)[:500]) for key, value in flat_values(config).items()]
-        client.log_batch(run.info.run_id, params=values[:100])
-        for start in range(100, len(values), 100):
+        for start in range(0, len(values), 100):
             client.log_batch(run.info.run_id, params=values[start : start + 100])
     except mlflow.MlflowException as error:
         advice = "MLFLOW_TRACKING_URI names a server; the default, a file, needs pip install 'megaclass[mlflow]';"
@@ -120,26 +148,6 @@ def _mlflow(config: Config, folder: Path) -> Iterator[SendNumbers]:
         client.set_terminated(run.info.run_id, status="FAILED")
         raise
     client.set_terminated(run.info.run_id)
-
-
-@contextmanager
-def _trackio(config: Config, folder: Path) -> Iterator[SendNumbers]:
-    import trackio
-
-    try:
-        session = trackio.init(
-            project=config.train.trackio_project,
-            name=folder.name,
-            config={name: str(value) for name, value in flat_values(config).items()},
-            resume="allow",
-            embed=False,
-        )
-    except (ValueError, RuntimeError) as error:
-        raise _refused("trackio", "trackio_project", config, error, "") from error
-    try:
-        yield lambda numbers, step: session.log(dict(numbers), step=step)
-    finally:
-        session.finish()
 
 
 @contextmanager

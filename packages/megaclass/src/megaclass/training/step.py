@@ -10,11 +10,13 @@ from megaclass.config.schema import Config
 from megaclass.data.loader import Batch
 from megaclass.errors import NotFiniteError
 from megaclass.head.step import HeadStats
-from megaclass.training.metrics import NO_CLOCK, StepClock, StepResult
+from megaclass.training.metrics import StepClock, StepResult
 from megaclass.training.model.build import Model, generator_states, restore_generators
 
 # Keeps the division by a gradient norm of zero finite.
 _TINY = 1e-12
+# Learning rate of centres that Adagrad moves, whose steps do not depend on the size of the gradients.
+_ADAGRAD_LR = 0.2
 
 
 def training_step(
@@ -26,9 +28,10 @@ def training_step(
     step: int,
     device: torch.device,
     is_measured: bool = False,
-    clock: StepClock = NO_CLOCK,
+    clock: StepClock | None = None,
 ) -> StepResult:
     """Collective. Trains on the global batch, of which every rank passes its own part. clock: told about every phase."""
+    clock = clock or StepClock(device)
     # Batch norm changes its running statistics in the forward, before it is known whether the step counts.
     model.statistics.keep()
     try:
@@ -65,7 +68,7 @@ def compile_programs(
     with compiling_only(num_threads):
         for is_measured in (False, True):
             model.statistics.keep()
-            _forward_backward(model, batch, config, step, device, NO_CLOCK)
+            _forward_backward(model, batch, config, step, device, StepClock(device))
             model.head.step(lr=0.0, skip=was_skipped, loss_scale=loss_scale, is_measured=is_measured)
             model.statistics.put_back(was_skipped)
     # The embeddings were whatever was in memory, which may be a fault.
@@ -132,9 +135,9 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     elif not is_bad:
         model.optimizer.step()
     # The centres follow the schedule of the backbone, scaled to their own peak.
-    head_factor = 1.0 if config.optimizer.head_lr is None else config.optimizer.head_lr / config.optimizer.lr
+    head_lr = config.optimizer.head_lr or (_ADAGRAD_LR if config.head.optimizer == "adagrad" else config.optimizer.lr)
     head_stats = model.head.step(
-        lr=lr * head_factor,
+        lr=lr * (head_lr / config.optimizer.lr),
         skip=is_bad,
         loss_scale=scale if model.loss_scale.is_dynamic else 1.0,
         is_measured=is_measured,

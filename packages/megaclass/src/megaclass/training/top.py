@@ -17,12 +17,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megaclass.metrics_file import read_metrics
-from megaclass.phases import OWN_PHASES, PHASES
+from megaclass.evaluation.report.ranks import rank_rows
+from megaclass.metrics_file import is_number, read_metrics
+from megaclass.phases import PHASES
 from megaclass.progress import duration_text
 from megaclass_launch.errors import UserError
 from megaclass_launch.events_file import read_events
-from megaclass_launch.wire.plain_text import plain_text
+from megaclass_launch.wire.checks import plain_text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EVERY_S, _COLUMNS, _MOST_RANKS, _SHOWN_EVENTS = 2.0, 60, 16, 6
@@ -104,19 +105,16 @@ def _sparkline(losses: Sequence[float]) -> str:
 def _ranks(row: Mapping[str, Any]) -> Table:
     """Returns a table of the milliseconds per phase, of the ranks with the most time of their own; the slow one is red."""
     table = Table("rank", *PHASES, "own, ms", box=None)
-    times = row.get("rank_seconds")
-    if isinstance(times, dict) and all(isinstance(times.get(phase), list) for phase in PHASES):
-        columns = zip(*([_number(one) for one in times[phase]] for phase in PHASES), strict=False)
-        seconds_W = [dict(zip(PHASES, values, strict=True)) for values in columns]
-        own_W = [sum(one[phase] for phase in OWN_PHASES) for one in seconds_W]
+    for found in rank_rows([row] if "step" in row else []):
+        own_W = found.own_s
         for rank in sorted(sorted(range(len(own_W)), key=lambda one: -own_W[one])[:_MOST_RANKS]):
-            cells = [f"{1000 * value:.1f}" for value in (*seconds_W[rank].values(), own_W[rank])]
+            cells = [
+                f"{1000 * value:.1f}" for value in (*(found.seconds[phase][rank] for phase in PHASES), own_W[rank])
+            ]
             table.add_row(str(rank), *cells, style="red" if row.get("slow_rank") == rank else "")
     return table
 
 
 def _number(value: Any) -> float:
-    """Returns a finite number of a file that anyone may have written; 0 for anything else."""
-    return (
-        float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else 0.0
-    )
+    """Returns a finite number; 0 for anything else that the file may hold."""
+    return float(value) if is_number(value) and value == value else 0.0

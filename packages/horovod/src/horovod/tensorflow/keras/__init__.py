@@ -15,7 +15,7 @@ if _keras.backend.backend() != "tensorflow":
         f"With the torch backend, use horovod.torch, the API for torch."
     )
 
-from horovod.common.lifecycle import *
+from horovod.common.basics import *
 from horovod.common.process_sets import *
 from horovod.common.util import is_version_greater_equal_than
 from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod.common.lifecycle import rank, size
+from horovod.common.basics import rank, size
 from horovod.engine.kinds import Min
 from horovod.tensorflow.collectives import allreduce
 from horovod.tensorflow.functions import broadcast_variables

@@ -23,12 +23,17 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer=optimizer, **kwargs)
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class _StateCallback(keras.callbacks.Callback):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+
+class CommitStateCallback(_StateCallback):
     """Commits the state after every `batches_per_commit` batches and at the end of each epoch. Place it last."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self.batches_per_commit = batches_per_commit
         self._num_left = batches_per_commit
 
@@ -49,13 +54,10 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(_StateCallback):
     """Keeps `state.batch` at the number of the last batch of this epoch, so fit() may leave out those before it."""
 
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-        self._steps_per_epoch: int | None = None
+    _steps_per_epoch: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._steps_per_epoch = None
@@ -72,13 +74,10 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(_StateCallback):
     """Keeps `state.epoch` at the number of epochs that are done, over all calls of fit()."""
 
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-        self._initial_epoch = 0
+    _initial_epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._initial_epoch = self.state.epoch

@@ -17,7 +17,7 @@ from horovod.engine.kinds import Adasum, Average
 from horovod.tensorflow import collectives
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from horovod.tensorflow.gradients import GradientReducer, reducer_of, variables_of_layers, with_options
+from horovod.tensorflow.gradients import GradientReducer, variables_of_layers, with_options
 
 __all__ = [
     "DistributedOptimizer",
@@ -131,7 +131,7 @@ def DistributedOptimizer(
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step}: must be > 0")
     base = type(optimizer)
-    reducer = reducer_of(name or f"Distributed{base.__name__}", **options)
+    reducer = GradientReducer(name or f"Distributed{base.__name__}", **options)
     aggregation = None
     if backward_passes_per_step > 1:
         aggregation = LocalGradientAggregationHelper(backward_passes_per_step, average_aggregated_gradients)

@@ -12,9 +12,9 @@
 common.py has what does not depend on torch; docs/elastic.md explains what happens when ranks come and go.
 """
 
+from horovod.common.basics import init, shutdown
 from horovod.common.elastic import HostUpdateResult, ObjectState, State, reset, run, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from horovod.common.lifecycle import init, shutdown
 from horovod.torch.elastic import sampler, state
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.state import TorchState

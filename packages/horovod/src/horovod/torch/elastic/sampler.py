@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.data
 
-from horovod.common.lifecycle import rank, size
+from horovod.common.basics import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -76,4 +76,4 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 # Names that Horovod's own module has as well.
-from horovod.common.lifecycle import rank, size
+from horovod.common.basics import rank, size

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from horovod.common.basics import rank
 from horovod.common.elastic import ObjectState
-from horovod.common.lifecycle import rank
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
@@ -152,8 +152,8 @@ class TorchState(ObjectState):
 
 
 # Names that Horovod's own module has as well.
+from horovod.common.basics import rank
 from horovod.common.elastic import ObjectState
-from horovod.common.lifecycle import rank
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.functions import (
     allgather_object,

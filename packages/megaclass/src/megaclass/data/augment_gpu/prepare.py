@@ -23,19 +23,9 @@ _log = logging.getLogger("megaclass.data")
 _BLOCK = 1024
 _NUM_WARPS = 8
 _SIGN = 2**63
+_NAMES = ("crop", "affine", "warp", "low_resolution", "blur", "colour", "grey", "occlusion", "jpeg", "erase")
 # Augmentations of the program, with the function that each of them equals: one that a user has put in its place is not here.
-_KNOWN = {
-    "crop": (1, reference.crop),
-    "affine": (2, reference.affine),
-    "warp": (3, reference.warp),
-    "low_resolution": (4, reference.low_resolution),
-    "blur": (5, reference.blur),
-    "colour": (6, reference.colour),
-    "grey": (7, reference.grey),
-    "occlusion": (8, reference.occlusion),
-    "jpeg": (9, reference.jpeg),
-    "erase": (10, reference.erase),
-}
+_KNOWN = {name: (number, getattr(reference, name)) for number, name in enumerate(_NAMES, start=1)}
 # Four bits per augmentation in one number.
 _MAX_AUGMENTATIONS = 15
 

@@ -1,7 +1,5 @@
 """How many processes read the data of one rank, chosen from the CPU cores that it may use."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

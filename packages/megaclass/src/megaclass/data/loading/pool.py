@@ -15,8 +15,6 @@ If a worker dies, all are started again with the pieces that were not delivered:
 often it is tried.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

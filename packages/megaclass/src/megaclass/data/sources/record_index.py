@@ -10,8 +10,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.column_cache import ColumnWriter, cached_columns
-from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 
 # A block and its intermediate arrays stay in the processor's cache.

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from megaclass.data.threaded_map import ordered_map
+from megaclass.data.ordered_map import ordered_map
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
 from megaclass.progress import progress_bar

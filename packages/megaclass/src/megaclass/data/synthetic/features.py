@@ -1,14 +1,11 @@
 """Features of a synthetic face, layer by layer from the front: glasses, hair, brows, eyes, nose, mouth, marks, skin."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.synthetic.camera import photograph
-from megaclass.data.synthetic.layers import Canvas, Colour, Layers, Map, Values, fixed, mix, steps, tone
+from megaclass.data.synthetic.layers import Canvas, Colour, Layers, Map, Values, fixed, mix, photograph, steps, tone
 
 _SKIN_LIGHT = (0.97, 0.80, 0.68)
 _SKIN_DARK = (0.45, 0.28, 0.19)

@@ -21,8 +21,8 @@ from PIL import Image
 from megaclass.data.align import align
 from megaclass.data.decode import decode_image
 from megaclass.data.face_detector import DetectedFace, FaceDetector
+from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.files import read_image_file
-from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
 from megaclass_launch.files import published_file, write_text
 

@@ -1,7 +1,5 @@
 """Measures images per second for each stage of loading: reading, decoding, collating, augmenting."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from megaclass.data.decode import decode_image
 from megaclass.data.loader import BatchLoader
 from megaclass.data.order import rank_batch
 from megaclass.data.sources.source import ImageSource
+from megaclass.progress import OnProgress, no_progress
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ def bench_stages(
     batch: int,
     seconds: float,
     device: torch.device,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> list[StageSpeed]:
     """Runs each stage alone for `seconds`, over the same shuffled images."""
     batch = min(batch, source.num_images)
@@ -70,8 +69,7 @@ def bench_stages(
     try:
         for number, (name, work) in enumerate(stages, start=1):
             speeds.append(_measure(name, work, batch, seconds))
-            if on_progress is not None:
-                on_progress(number, len(stages))
+            on_progress(number, len(stages))
         return speeds
     finally:
         close = getattr(batches, "close", None)

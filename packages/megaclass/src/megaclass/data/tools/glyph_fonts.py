@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.process_map import process_map
+from megaclass.data.ordered_map import process_map
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
+from megaclass.progress import OnProgress, no_progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,8 +50,6 @@ _BLOCK_GLYPHS = 1000
 _MAX_CHARACTERS_PER_IMAGE = 2
 _NO_CODES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 _SALT = 0x676C797068
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +187,7 @@ class FontCollection:
         return np.sort(codes[order[:num_characters]])
 
     def draw(
-        self, wanted: NDArray[np.int64] | None = None, num_processes: int = 1, on_progress: Progress | None = None
+        self, wanted: NDArray[np.int64] | None = None, num_processes: int = 1, on_progress: OnProgress = no_progress
     ) -> Glyphs:
         """Draws the wanted characters (None: all) in every design, without blank glyphs and placeholders."""
         jobs: list[tuple[Face, NDArray[np.int64]]] = []
@@ -209,8 +208,7 @@ class FontCollection:
         for drawn in process_map(_draw_block, jobs, num_processes):
             bits.append(drawn)
             num_done += len(drawn)
-            if on_progress is not None:
-                on_progress(num_done, num_total)
+            on_progress(num_done, num_total)
         glyphs = Glyphs(
             codes=np.concatenate([codes for _, codes in jobs]),
             designs=np.repeat(designs, [len(codes) for _, codes in jobs]),

@@ -8,11 +8,8 @@ open-set         characters that are in none of the parts above, in all designs
 Each part but open-set numbers its classes as train does. The bytes depend on the fonts and on the version of Pillow only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +24,7 @@ from megaclass.data.tools.make_pairs import make_pairs
 from megaclass.data.tools.pack import pack
 from megaclass.data.tools.split import Split, mark_unseen
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, continued, no_progress
 from megaclass_launch.files import published_folder
 
 TESTS = ("validation", "test-a", "test-b", "test-c")
@@ -41,8 +39,6 @@ _OPEN_SET_PART, _MAX_OPEN_SET = 20, 5000
 _MIN_OPEN_SET_LINEAGES = 3
 _NUM_PAIRS = 6000
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +189,7 @@ def describe_relations(glyphs: Glyphs, fonts: FontCollection) -> dict[str, Any]:
 
 
 def write_glyphs(
-    split: GlyphSplit, out: Path, facts: dict[str, Any], *, num_threads: int = 1, on_progress: Progress | None = None
+    split: GlyphSplit, out: Path, facts: dict[str, Any], *, num_threads: int = 1, on_progress: OnProgress = no_progress
 ) -> dict[str, Any]:
     """Writes each part as a .rec set into a folder of its own, and glyphs.json with `facts` and the numbers; returns that.
 
@@ -210,11 +206,7 @@ def write_glyphs(
     parts: dict[str, dict[str, Any]] = {}
     with published_folder(out) as unfinished:
         for name, part in sources.items():
-
-            def advance(done: int, _: int, before: int = num_done) -> None:
-                if on_progress is not None:
-                    on_progress(before + done, num_images)
-
+            advance = continued(on_progress, num_done, num_images)
             pack(part, unfinished / name, class_names=part.class_names, num_threads=num_threads, on_progress=advance)
             num_done += part.num_images
             digest = hashlib.sha256(part.glyphs.codes.tobytes() + part.glyphs.bits.tobytes()).hexdigest()

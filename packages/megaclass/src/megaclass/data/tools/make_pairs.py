@@ -1,7 +1,5 @@
 """Makes verification pairs out of labelled images, same and different in turn, chosen by hashes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,14 +11,13 @@ from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
+from megaclass.progress import OnProgress, no_progress
 
 _SALT = 0x7061697273
 _MAX_ATTEMPTS = 1000
 
 
-def make_pairs(
-    source: ImageSource, num_pairs: int, seed: int = 0, on_progress: Callable[[int, int], None] | None = None
-) -> PairSet:
+def make_pairs(source: ImageSource, num_pairs: int, seed: int = 0, on_progress: OnProgress = no_progress) -> PairSet:
     """Returns pairs of one class and of two classes in turn, so every fold is balanced. No pair occurs twice.
 
     A pair with an image that cannot be decoded is drawn again, and a warning names the image.
@@ -49,8 +46,7 @@ def make_pairs(
     images: list[bytes] = []
     for number in range(num_pairs):
         images += next(same if number % 2 == 0 else different)
-        if on_progress is not None:
-            on_progress(number + 1, num_pairs)
+        on_progress(number + 1, num_pairs)
     return PairSet(images, np.arange(num_pairs) % 2 == 0)
 
 

@@ -6,13 +6,9 @@ change thumbnails of 112 x 112 by at most 4; in Omniglot, whose drawings are ali
 picture that was cropped or padded is not recognised.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +16,7 @@ from numpy.typing import NDArray
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 
 # Some seconds of reading. If pairs were drawn from the training data, any sample shows many.
 _MAX_LOOKED_AT = 2**16
@@ -31,55 +28,29 @@ _THUMBNAIL_SIDE, _TOLERANCE, _BRIGHTNESS_TOLERANCE = 8, 6, 2
 _MIN_CONTRAST = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    num_images: int
-    """Different images of the evaluation set."""
-    num_found: int
-    """Images of the set that are also training images."""
-    num_looked_at: int
-    """Training images that were compared."""
-    num_training_images: int
-
-    def describe(self) -> str:
-        """Returns a sentence without its full stop."""
-        looked_at = f"{self.num_looked_at:,} of {self.num_training_images:,} training images"
-        if self.num_looked_at == self.num_training_images:
-            looked_at = f"all {self.num_training_images:,} training images"
-        if self.num_found:
-            return (
-                f"{self.num_found:,} of its {self.num_images:,} images are in the training data ({looked_at} were compared), "
-                f"so this does not measure identities that were not trained on"
-            )
-        return f"none of its {self.num_images:,} images is among {looked_at}"
-
-    def to_json(self) -> dict[str, int]:
-        return {
-            "images": self.num_images,
-            "found": self.num_found,
-            "looked_at": self.num_looked_at,
-            "training_images": self.num_training_images,
-        }
-
-    @staticmethod
-    def from_json(values: Mapping[str, int]) -> Overlap:
-        return Overlap(
-            num_images=values["images"],
-            num_found=values["found"],
-            num_looked_at=values["looked_at"],
-            num_training_images=values["training_images"],
+def describe_overlap(numbers: Mapping[str, int]) -> str:
+    """Returns what `find_overlaps` found as a sentence without its full stop."""
+    looked_at = f"{numbers['looked_at']:,} of {numbers['training_images']:,} training images"
+    if numbers["looked_at"] == numbers["training_images"]:
+        looked_at = f"all {numbers['training_images']:,} training images"
+    if numbers["found"]:
+        return (
+            f"{numbers['found']:,} of its {numbers['images']:,} images are in the training data ({looked_at} were compared), "
+            f"so this does not measure identities that were not trained on"
         )
+    return f"none of its {numbers['images']:,} images is among {looked_at}"
 
 
 def find_overlaps(
     sets: Mapping[str, Iterable[bytes]],
     source: ImageSource,
     max_looked_at: int = _MAX_LOOKED_AT,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Overlap]:
+    on_progress: OnProgress = no_progress,
+) -> dict[str, dict[str, int]]:
     """Compares the images of each set with all training images, or with a sample spread over them, in one pass.
 
-    The sample shrinks if the data is slow to read; the result tells how many images were compared.
+    The sample shrinks if the data is slow to read. Returns for each set the numbers of its different images, of those that
+    are training images too, of training images that were compared, and of all training images.
     """
     by_digest = {name: {_digest(image): image for image in images} for name, images in sets.items()}
     pictures = _Pictures({digest: image for images in by_digest.values() for digest, image in images.items()})
@@ -92,17 +63,16 @@ def find_overlaps(
         images = list(_read(source, order[start : start + _BLOCK]))
         found |= pictures.same_as(images)
         num_looked_at += len(images)
-        if on_progress is not None:
-            on_progress(num_looked_at, len(order))
+        on_progress(num_looked_at, len(order))
         if time.monotonic() > deadline:
             break
     return {
-        name: Overlap(
-            num_images=len(images),
-            num_found=len(images.keys() & found),
-            num_looked_at=num_looked_at,
-            num_training_images=source.num_images,
-        )
+        name: {
+            "images": len(images),
+            "found": len(images.keys() & found),
+            "looked_at": num_looked_at,
+            "training_images": source.num_images,
+        }
         for name, images in by_digest.items()
     }
 
@@ -121,13 +91,10 @@ class _Pictures:
 
     def __init__(self, images: Mapping[bytes, bytes]) -> None:
         self._digests = images.keys()
-        drawn = [
-            (digest, thumbnail) for digest, image in images.items() if (thumbnail := _thumbnail(image)) is not None
-        ]
-        drawn.sort(key=lambda one: float(one[1].mean()))
-        self._order = [digest for digest, _ in drawn]
-        self._thumbnails = np.array([thumbnail for _, thumbnail in drawn])
-        self._brightness = np.array([thumbnail.mean() for _, thumbnail in drawn])
+        drawn = {digest: found for digest, image in images.items() if (found := _thumbnail(image)) is not None}
+        self._order = sorted(drawn, key=lambda digest: float(drawn[digest].mean()))
+        self._thumbnails = np.array([drawn[digest] for digest in self._order])
+        self._brightness = np.array([drawn[digest].mean() for digest in self._order])
 
     def same_as(self, images: Iterable[bytes]) -> set[bytes]:
         """Returns the digests of the set images that are among these."""
@@ -152,24 +119,15 @@ class _Pictures:
 
 def _thumbnail(image: bytes) -> NDArray[np.float32] | None:
     """Returns the mean colours of 8 x 8 fields; None if the image does not decode or is nearly one colour."""
+    from PIL import Image
+
     try:
-        pixels_HW3 = decode_image(image, "an image")
+        picture = Image.fromarray(decode_image(image, "an image"))
     except DataError:
         return None
-    height, width, _ = pixels_HW3.shape
-    rows_8W3 = (_fields(height) @ pixels_HW3.reshape(height, -1).astype(np.float32)).reshape(-1, width, 3)
-    thumbnail = np.matmul(_fields(width), rows_8W3).ravel()
+    fields = picture.resize((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE), Image.Resampling.BOX)
+    thumbnail = np.asarray(fields, dtype=np.float32).ravel()
     return thumbnail if np.ptp(thumbnail) >= _MIN_CONTRAST else None
-
-
-@lru_cache(maxsize=256)
-def _fields(side: int) -> NDArray[np.float32]:
-    """Returns (8, side): the share of each pixel in each of 8 equal fields. A pixel on the border belongs to both in part."""
-    borders = np.linspace(0, side, _THUMBNAIL_SIDE + 1)[:, None]
-    pixels = np.arange(side)
-    inside = np.minimum(borders[1:], pixels + 1) - np.maximum(borders[:-1], pixels)
-    shares: NDArray[np.float32] = (np.maximum(inside, 0) * (_THUMBNAIL_SIDE / side)).astype(np.float32)
-    return shares
 
 
 def _digest(image: bytes) -> bytes:

@@ -1,15 +1,13 @@
 """Packs any source into `train.rec` with `train.idx` and `property`, or tar shards; `classes.txt` if classes have names.
 
 The folder appears whole or not at all. Its files are a pure function of the source and the options. Images that do not decode
-are left out.
+are left out. `unpack` writes a folder of images.
 """
-
-from __future__ import annotations
 
 import io
 import itertools
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,19 +18,19 @@ from numpy.typing import NDArray
 from megaclass.data.decode import Fit, decode_image, encode_jpeg, fit_image, image_suffix
 from megaclass.data.loading.reader import BadImages
 from megaclass.data.order import shuffled
+from megaclass.data.ordered_map import ordered_map
+from megaclass.data.sources.files import has_image_name
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWriter, image_record, require_exact_label
 from megaclass.data.sources.records import LABELS_IN_ID2
 from megaclass.data.sources.source import CLASSES_FILE, ImageSource
-from megaclass.data.threaded_map import ordered_map
 from megaclass.data.tools.verify import SubsetSource
 from megaclass.errors import DataError
 from megaclass.image_size import ImageSize, height_and_width
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import published_folder
 
 JPEG_QUALITY = 95
 _BLOCK_IMAGES = 64
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ def pack(
     *,
     class_names: bytes = b"",
     num_threads: int = 1,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> PackResult:
     """Writes the folder `out`. `on_progress` gets the images done and their total.
 
@@ -112,7 +110,7 @@ class _Packing:
         is_label_in_id2: bool,
         num_threads: int,
         bad_images: BadImages,
-        on_progress: Progress | None,
+        on_progress: OnProgress,
     ) -> None:
         self.source = source
         self.options = options
@@ -157,17 +155,12 @@ class _Packing:
             file.writelines(itertools.islice(io.BytesIO(class_names), num_classes))
 
     def _records(self) -> Iterator[tuple[int, Record]]:
-        """Yields (key, record). With labels as floats, a header and identities frame the images."""
         num_images, num_classes = self.source.num_images, self.source.num_classes
-        if not self.is_label_in_id2:
-            yield 0, Record((float(num_images + 1), float(num_images + 1 + num_classes)), b"")
-        for key, label, payload in self._images(0, num_images):
-            yield key, image_record(label, payload, key, is_label_in_id2=self.is_label_in_id2)
-        if not self.is_label_in_id2:
-            ends = 1 + np.searchsorted(self.source.labels[self.by_class], np.arange(num_classes + 1))
-            for label in range(num_classes):
-                key = num_images + 1 + label
-                yield key, Record((float(ends[label]), float(ends[label + 1])), b"", id=key)
+        images = self._images(0, num_images)
+        if self.is_label_in_id2:
+            return ((key, image_record(label, payload, key, is_label_in_id2=True)) for key, label, payload in images)
+        first_keys = 1 + np.searchsorted(self.source.labels[self.by_class], np.arange(num_classes + 1))
+        return framed_records(images, first_keys)
 
     def _images(self, start: int, stop: int) -> Iterator[tuple[int, int, bytes]]:
         """Yields (key, label, encoded) at the positions of the file from `start` to `stop`, without images that are bad."""
@@ -178,8 +171,7 @@ class _Packing:
             done += num_read
             self.bad_images.add_read(num_read)
             self.num_other_size += num_other_size
-            if self.on_progress is not None:
-                self.on_progress(done, self.source.num_images)
+            self.on_progress(done, self.source.num_images)
 
     def _read_block(self, positions: range) -> tuple[list[tuple[int, int, bytes]], int, int]:
         """Returns (key, label, encoded) of each image that decodes, and how many were read and had another size."""
@@ -205,7 +197,72 @@ class _Packing:
         return places if seed is None else shuffled(places, self.source.num_images, seed, 0)
 
 
+def framed_records(
+    images: Iterable[tuple[int, int, bytes]], first_keys: NDArray[np.int64]
+) -> Iterator[tuple[int, Record]]:
+    """Yields InsightFace's layout: a header, the images (key, label, encoded), then a record per identity with its keys.
+
+    first_keys: of each identity, and one after the last key of an image.
+    """
+    end, num_classes = int(first_keys[-1]), len(first_keys) - 1
+    yield 0, Record((float(end), float(end + num_classes)), b"")
+    for key, label, encoded in images:
+        yield key, image_record(label, encoded, key, is_label_in_id2=False)
+    for label in range(num_classes):
+        yield end + label, Record((float(first_keys[label]), float(first_keys[label + 1])), b"", id=end + label)
+
+
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(content)
     tar.addfile(info, io.BytesIO(content))
+
+
+# ---- the way back ----
+
+
+def unpack(
+    source: ImageSource,
+    out: Path,
+    *,
+    class_names: Sequence[bytes] | None = None,
+    on_progress: OnProgress = no_progress,
+) -> int:
+    """Writes `out`/NAME/FILE with the bytes of the source; the folder appears whole or not at all.
+
+    NAME is the name of the class if the data has names, otherwise its number; FILE is the name of the image's file, or its
+    number. Images that do not decode are left out; returns their number.
+    """
+    if out.exists():
+        raise DataError(f"{out} exists already: choose a folder that does not exist.")
+    width = len(str(max(0, source.num_classes - 1)))
+    bad = BadImages.of_tool(source)
+    with published_folder(out.resolve()) as unfinished:
+        for index in range(source.num_images):
+            label = int(source.labels[index])
+            name = _folder_name(class_names[label]) if class_names is not None else f"{label:0{width}d}"
+            folder = unfinished / name
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                content = source.read(index)
+                decode_image(content, source.name_of(index))
+                (folder / _file_name(source, index, content, folder)).write_bytes(content)
+            except DataError as error:
+                bad.add_bad(index, error)
+            bad.add_read(1)
+            on_progress(index + 1, source.num_images)
+    return len(bad.indices)
+
+
+def _file_name(source: ImageSource, index: int, content: bytes, folder: Path) -> str:
+    """Returns the name of the image's own file; a number if it has none, or if another image has taken its name."""
+    own = Path(source.name_of(index)).name
+    if has_image_name(own) and not (folder / own).exists():
+        return own
+    return f"{index:08d}{image_suffix(content, own)}"
+
+
+def _folder_name(name: bytes) -> str:
+    """Returns the name as one folder's name: it must not lead anywhere else, nor be hidden."""
+    text = name.decode("utf-8", errors="replace").replace("/", "_").replace("\\", "_").replace("\x00", "_")
+    return f"_{text}" if text.startswith(".") or not text else text

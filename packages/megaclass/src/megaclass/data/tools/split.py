@@ -5,11 +5,8 @@ pairs --holdout` agree. A mark with the ID of the split lies in each part and ne
 the identities of a .bin were held out of the data that was trained on, instead of assuming it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,17 +18,16 @@ from megaclass.data.pair_file import write_pairs
 from megaclass.data.sources.open_source import data_folders
 from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.make_pairs import make_pairs
-from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.pack import pack
 from megaclass.data.tools.synthesize import HOLDOUT_RECORDS
 from megaclass.data.tools.verify import SubsetSource
 from megaclass.errors import DataError
 from megaclass.keyed_random import combine64
+from megaclass.progress import OnProgress, continued, no_progress
 
 MARK = "split.json"
 _SALT = 0x73706C6974
 _MAX_MARK_BYTES = 4096
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +114,7 @@ def split_data(
     class_names: bytes = b"",
     num_pairs: int = 6000,
     num_threads: int = 1,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> SplitResult:
     """Writes out/train to train on, out/holdout, and train/holdout.bin with pairs of held-out images.
 
@@ -131,16 +127,10 @@ def split_data(
     split_id = split.id_for(source)
     num_done, num_bad = 0, {"train": 0, "holdout": 0}
     for name, part in (("train", train), ("holdout", holdout)):
-
-        def advance(done: int, _: int, before: int = num_done) -> None:
-            if on_progress is not None:
-                on_progress(before + done, source.num_images)
-
         if _read_mark(out / name / MARK).get("id") != split_id:
             names = _names_of(part, class_names)
-            packed = pack(
-                part, out / name, PackOptions(), class_names=names, num_threads=num_threads, on_progress=advance
-            )
+            advance = continued(on_progress, num_done, source.num_images)
+            packed = pack(part, out / name, class_names=names, num_threads=num_threads, on_progress=advance)
             num_bad[name] = packed.num_bad
             _write_mark(out / name / MARK, split_id, split, part=name)
         num_done += part.num_images

@@ -2,11 +2,9 @@
 
 Places in memory are shared by all users, so a copy lies in a folder that only its user may enter: megaclass-UID-HASH with
 mode 0700, where HASH stands for the path of the data. It is made by this user or refused, and others can then neither put
-links into it nor replace it. A list of the files with the sizes and times of the originals tells that a copy is finished;
-it is used again as long as they are unchanged.
+links into it nor replace it. In it the copy is a folder that appears whole; its name stands for the sizes and times of the
+originals, so it is used again as long as they are unchanged.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -14,23 +12,20 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megaclass.data.sources.open_source import format_of
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
-from megaclass_launch.files import published_file, write_text
+from megaclass.progress import OnProgress, no_progress
+from megaclass_launch.files import free_bytes, published_folder
 
-_LIST = ".staged.json"
 _LOCK = ".lock"
 _COPY_BYTES = 2**24
 
-Progress = Callable[[int, int], None]
 
-
-def stage(path: str, place: Path, on_progress: Progress | None = None) -> str:
+def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
     """Copies the data at `path` (see `open_source`) into a folder in `place` unless it is there; returns the path to open.
 
     If several processes of a host stage the same data, one copies and the others wait. `on_progress` gets the bytes done and
@@ -44,24 +39,27 @@ def stage(path: str, place: Path, on_progress: Progress | None = None) -> str:
         return path
     # An identity without images has a label as well, so its folder is part of the copy.
     folders = sorted(f"{number}/{name}" for number, part in parts for name in part.folders())
-    listed = {"files": {name: _size_and_time(file) for name, file in sorted(wanted.items())}, "folders": folders}
-    sources = ",".join(str(Path(part.path).resolve()) for _, part in parts)
-    folder = place / f"{_prefix()}{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
+    listed = [folders, [(name, *_size_and_time(file)) for name, file in sorted(wanted.items())]]
+    folder = place / f"{_prefix()}{_hash([str(Path(part.path).resolve()) for _, part in parts])}"
+    copy = folder / _hash(listed)
     try:
         place.mkdir(parents=True, exist_ok=True)
         _make_private(folder)
         with locked(folder / _LOCK):
-            if _read_list(folder) != listed:
-                _remove_all_but(listed, folder)
-                for name in folders:
-                    (folder / name).mkdir(parents=True, exist_ok=True)
-                _copy_missing(wanted, folder, on_progress)
-                write_text(folder / _LIST, json.dumps(listed), is_private=True)
+            if not copy.is_dir():
+                # Copies of the data as it was, and what killed processes have left.
+                for old in folder.iterdir():
+                    if old.name != _LOCK:
+                        shutil.rmtree(old) if old.is_dir() else old.unlink()
+                with published_folder(copy) as unfinished:
+                    for name in folders:
+                        (unfinished / name).mkdir(parents=True, exist_ok=True)
+                    _copy(wanted, unfinished, place, on_progress)
     except OSError as error:
         raise DataError(f"Cannot stage {path} in {folder}: {error.strerror or error}.") from error
     copies = {name.partition("/")[0] for name in wanted}
     return ",".join(
-        str(folder / f"{number}" / part.place.relative_to(part.folder)) if f"{number}" in copies else part.path
+        str(copy / f"{number}" / part.place.relative_to(part.folder)) if f"{number}" in copies else part.path
         for number, part in parts
     )
 
@@ -109,41 +107,24 @@ def _make_private(folder: Path) -> None:
         )
 
 
-def _remove_all_but(listed: Mapping[str, Any], folder: Path) -> None:
-    """Removes files that the data does not have, or no longer has in this form, and empty folders."""
-    for root, names, files in os.walk(folder, topdown=False):
-        for file in (Path(root, name) for name in files):
-            kept = listed["files"].get(str(file.relative_to(folder)))
-            if file != folder / _LOCK and (file.is_symlink() or kept != _size_and_time(file)):
-                file.unlink()
-        for name in names:
-            with contextlib.suppress(OSError):
-                Path(root, name).rmdir()
-
-
-def _copy_missing(wanted: Mapping[str, Path], folder: Path, on_progress: Progress | None) -> None:
-    to_copy = {folder / name: file for name, file in wanted.items() if not (folder / name).exists()}
-    total = sum(_size_and_time(file)[0] for file in to_copy.values())
-    free = shutil.disk_usage(folder).free
+def _copy(wanted: Mapping[str, Path], folder: Path, place: Path, on_progress: OnProgress) -> None:
+    total, free = sum(_size_and_time(file)[0] for file in wanted.values()), free_bytes(folder)
     if total > free:
         raise DataError(
-            f"Cannot stage the data in {folder}: it takes {total / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free there. "
-            f"Choose another data.stage, leave it empty, or remove earlier copies: megaclass data stage --remove --to "
-            f"{folder.parent}"
+            f"Cannot stage the data in {place}: it takes {total / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free there. "
+            f"Choose another data.stage, leave it empty, or remove earlier copies: megaclass data stage --remove --to {place}"
         )
     done = 0
-    for copy, file in to_copy.items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("rb") as source, published_file(copy, is_private=True) as unfinished:
-            with unfinished.open("wb") as target:
-                while block := source.read(_COPY_BYTES):
-                    target.write(block)
-                    done += len(block)
-                    if on_progress is not None:
-                        on_progress(done, total)
-            # With equal times, the caches, which check them, are valid for the copies.
-            found = os.fstat(source.fileno())
-            os.utime(unfinished, ns=(found.st_atime_ns, found.st_mtime_ns))
+    for name, file in wanted.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with file.open("rb") as source, (folder / name).open("wb") as target:
+            while block := source.read(_COPY_BYTES):
+                target.write(block)
+                done += len(block)
+                on_progress(done, total)
+        # With equal times, the caches, which check them, are valid for the copies.
+        found = file.stat()
+        os.utime(folder / name, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def _size_and_time(file: Path) -> list[int]:
@@ -154,9 +135,5 @@ def _size_and_time(file: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns]
 
 
-def _read_list(folder: Path) -> object:
-    """Returns the list of a finished copy; None if it is missing or damaged."""
-    try:
-        return json.loads((folder / _LIST).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
+def _hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode(errors="surrogateescape")).hexdigest()[:12]

@@ -3,23 +3,24 @@
 holdout.rec has further images of identities in training, one per identity, on which a run measures its classification.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.data.decode import encode_jpeg
+from megaclass.data.ordered_map import process_map
 from megaclass.data.pair_file import PairSet, write_pairs
-from megaclass.data.process_map import process_map
-from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordWriter
+from megaclass.data.sources.recordio import MAX_EXACT_LABEL, RecordWriter, image_record
 from megaclass.data.synthetic.faces import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, draw_faces
+from megaclass.data.tools.pack import framed_records
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import published_folder
 from megaclass_launch.operating_system import num_cores
 
@@ -32,8 +33,6 @@ _DRAWING_VERSION = 1
 _BLOCK_IMAGES = 128
 # A process draws these in about the time that its start takes.
 _IMAGES_WORTH_A_PROCESS = 512
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def synthesize(
     seed: int = 0,
     num_pairs: int = 1000,
     num_processes: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> bool:
     """Draws a set into the folder `out`, which appears whole or not at all. Returns False if `out` already held it.
 
@@ -121,36 +120,37 @@ def _holds_same_set(out: Path, arguments: _SynthesisArguments) -> bool:
     )
 
 
-def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int, on_progress: Progress | None) -> None:
+def _write_set(folder: Path, arguments: _SynthesisArguments, num_processes: int, on_progress: OnProgress) -> None:
     pair_identity, pair_image, is_same = _choose_pairs(arguments)
-    identity = np.concatenate(
-        [np.repeat(np.arange(arguments.num_identities), arguments.images_per_identity), pair_identity]
-    )
-    image = np.concatenate([np.tile(np.arange(arguments.images_per_identity), arguments.num_identities), pair_image])
+    num_identities, per_identity = arguments.num_identities, arguments.images_per_identity
     # Spread over all identities; as many as there are pairs, so they take half as long to evaluate.
-    num_held_out = min(arguments.num_identities, arguments.num_pairs)
-    held_out = np.linspace(0, arguments.num_identities - 1, num_held_out).astype(np.int64)
-    identity, image = (
-        np.append(identity, held_out),
-        np.append(image, np.full(num_held_out, arguments.images_per_identity)),
+    held_out = np.linspace(0, num_identities - 1, min(num_identities, arguments.num_pairs)).astype(np.int64)
+    identity = np.concatenate([np.repeat(np.arange(num_identities), per_identity), pair_identity, held_out])
+    image = np.concatenate(
+        [np.tile(np.arange(per_identity), num_identities), pair_image, np.full(len(held_out), per_identity)]
     )
     jobs = (
-        _Drawing(
+        (
             arguments.seed,
-            arguments.image_size,
             identity[start : start + _BLOCK_IMAGES],
             image[start : start + _BLOCK_IMAGES],
+            arguments.image_size,
         )
         for start in range(0, len(identity), _BLOCK_IMAGES)
     )
     with contextlib.closing(process_map(_draw_and_encode, jobs, num_processes)) as drawn:
         encoded = _count(itertools.chain.from_iterable(drawn), len(identity), on_progress)
-        _write_records(folder / "train.rec", encoded, arguments)
+        with RecordWriter(folder / "train.rec") as writer:
+            images = (
+                (1 + number, number // per_identity, next(encoded)) for number in range(num_identities * per_identity)
+            )
+            for key, record in framed_records(images, 1 + per_identity * np.arange(num_identities + 1)):
+                writer.write(key, record)
         pairs = list(itertools.islice(encoded, 2 * len(is_same)))
         write_pairs(folder / "verification.bin", PairSet(pairs, is_same))
         with RecordWriter(folder / HOLDOUT_RECORDS) as writer:
             for key, (label, content) in enumerate(zip(held_out.tolist(), encoded, strict=True)):
-                writer.write(key, Record((float(label),), content, id=key))
+                writer.write(key, image_record(label, content, key, is_label_in_id2=False))
     size = arguments.image_size
     (folder / "property").write_text(f"{arguments.num_identities},{size},{size}\n", encoding="ascii")
     (folder / _ARGUMENTS_FILE).write_text(json.dumps(asdict(arguments), indent=2) + "\n", encoding="ascii")
@@ -169,42 +169,12 @@ def _choose_pairs(arguments: _SynthesisArguments) -> tuple[NDArray[np.int64], ND
     return identity, image, is_same
 
 
-def _write_records(path: Path, encoded: Iterator[bytes], arguments: _SynthesisArguments) -> None:
-    """Writes InsightFace's layout: a header record, the images, then one record per identity with its range of keys."""
-    per_identity = arguments.images_per_identity
-    end_of_images = 1 + arguments.num_identities * per_identity
-    with RecordWriter(path) as writer:
-        writer.write(0, Record((float(end_of_images), float(end_of_images + arguments.num_identities)), b""))
-        for key in range(1, end_of_images):
-            writer.write(key, Record((float((key - 1) // per_identity),), next(encoded), id=key))
-        for label in range(arguments.num_identities):
-            first_key = 1 + label * per_identity
-            writer.write(
-                end_of_images + label,
-                Record((float(first_key), float(first_key + per_identity)), b"", id=end_of_images + label),
-            )
+def _draw_and_encode(job: tuple[int, NDArray[np.int64], NDArray[np.int64], int]) -> list[bytes]:
+    return [encode_jpeg(face_HW3, JPEG_QUALITY) for face_HW3 in draw_faces(*job)]
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    seed: int
-    image_size: int
-    identity: NDArray[np.int64]
-    image: NDArray[np.int64]
-
-
-def _draw_and_encode(drawing: _Drawing) -> list[bytes]:
-    import simplejpeg
-
-    faces_BHW3 = draw_faces(drawing.seed, drawing.identity, drawing.image, drawing.image_size)
-    return [
-        simplejpeg.encode_jpeg(face_HW3, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="444")
-        for face_HW3 in faces_BHW3
-    ]
-
-
-def _count(encoded: Iterator[bytes], num_images: int, on_progress: Progress | None) -> Iterator[bytes]:
+def _count(encoded: Iterator[bytes], num_images: int, on_progress: OnProgress) -> Iterator[bytes]:
     for done, item in enumerate(encoded, start=1):
-        if on_progress is not None and (done % _BLOCK_IMAGES == 0 or done == num_images):
+        if done % _BLOCK_IMAGES == 0 or done == num_images:
             on_progress(done, num_images)
         yield item

@@ -4,29 +4,29 @@ A damaged `.rec` is read without trusting its index: records are found by their 
 The sound images form a source of their own, from which `--repair` writes a clean copy.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image, first_image_size
+from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.open_source import format_of
 from megaclass.data.sources.record_index import read_index_lines
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, Record, RecordReader
 from megaclass.data.sources.records import Property, RecordFormat, RecordSource, read_property
 from megaclass.data.sources.source import ImageSource
-from megaclass.data.threaded_map import ordered_map
 from megaclass.errors import DataError
+from megaclass.progress import OnProgress, no_progress
 
 _BLOCK_IMAGES = 128
 
-Progress = Callable[[int, int], None]
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -72,7 +72,7 @@ class SubsetSource:
 
 
 def verify(
-    path: Path | str, *, num_threads: int = 1, on_progress: Progress | None = None
+    path: Path | str, *, num_threads: int = 1, on_progress: OnProgress = no_progress
 ) -> tuple[Findings, ImageSource | None]:
     """Returns the defects, and a source of the sound images, if any. `on_progress` gets the records done and their total."""
     found = format_of(path)
@@ -84,46 +84,38 @@ def verify(
     findings = Findings(source.describe(), source.num_images)
     is_sound = np.ones(source.num_images, dtype=bool)
 
-    def check(rows: range) -> list[tuple[int, str | None]]:
-        return [(row, _fault_of(partial(source.read, row), source.name_of(row))) for row in rows]
+    def check(row: int) -> str | None:
+        return _fault_of(partial(source.read, row), source.name_of(row))
 
-    for results in ordered_map(check, _blocks(source.num_images), num_threads):
-        for row, fault in results:
-            if fault is not None:
-                findings.bad.append((source.name_of(row), fault))
-                is_sound[row] = False
-        if on_progress is not None:
-            on_progress(results[-1][0] + 1, source.num_images)
+    for row, fault in enumerate(_checked(check, source.num_images, num_threads, on_progress)):
+        if fault is not None:
+            findings.bad.append((source.name_of(row), fault))
+            is_sound[row] = False
     _note_empty_classes(findings, source.labels[is_sound], source.num_classes)
     return findings, SubsetSource(source, np.flatnonzero(is_sound)) if is_sound.any() else None
 
 
-def _verify_records(path: Path, num_threads: int, on_progress: Progress | None) -> tuple[Findings, ImageSource | None]:
+def _verify_records(path: Path, num_threads: int, on_progress: OnProgress) -> tuple[Findings, ImageSource | None]:
     findings = Findings(f"RecordIO {path}")
     reader = RecordReader(path)
     properties = _property_or_fault(path.parent / "property", findings)
     offsets = _find_records(reader, findings)
     keys = _compare_index(path.with_suffix(".idx"), offsets, findings)
-    good = (array("q"), array("q"), array("q"))
+    labels = np.full(len(offsets), -1)
 
-    def check(rows: range) -> list[_Checked]:
-        return [_check_record(reader, int(offsets[row]), int(keys[row]), properties) for row in rows]
+    def check(row: int) -> tuple[int | None, str | None]:
+        return _check_record(reader, int(offsets[row]), int(keys[row]), properties)
 
-    num_done = 0
-    for results in ordered_map(check, _blocks(len(offsets)), num_threads):
-        for row, checked in enumerate(results, start=num_done):
-            if checked.fault is not None:
-                findings.bad.append((f"key {keys[row]}, byte {offsets[row]}", checked.fault))
-            if checked.is_image and checked.fault is None:
-                for column, value in zip(good, (int(keys[row]), int(offsets[row]), checked.label), strict=True):
-                    column.append(value)
-            findings.num_images += checked.is_image
-        num_done += len(results)
-        if on_progress is not None:
-            on_progress(num_done, len(offsets))
-    if not good[0]:
+    for row, (label, fault) in enumerate(_checked(check, len(offsets), num_threads, on_progress)):
+        if fault is not None:
+            findings.bad.append((f"key {keys[row]}, byte {offsets[row]}", fault))
+        elif label is not None:
+            labels[row] = label
+        findings.num_images += label is not None
+    is_good = labels >= 0
+    if not is_good.any():
         return findings, None
-    good_keys, good_offsets, labels = (np.array(column, dtype=np.int64) for column in good)
+    good_keys, good_offsets, labels = keys[is_good], offsets[is_good], labels[is_good]
     num_classes = properties.num_classes or int(labels.max()) + 1
     _check_header(reader, offsets, keys, findings)
     _note_empty_classes(findings, labels, num_classes)
@@ -131,26 +123,18 @@ def _verify_records(path: Path, num_threads: int, on_progress: Progress | None) 
     return findings, RecordSource(reader, good_keys, good_offsets, labels, num_classes, size, has_header=False)
 
 
-@dataclass(frozen=True)
-class _Checked:
-    is_image: bool
-    label: int = -1
-    fault: str | None = None
-
-
-def _check_record(reader: RecordReader, offset: int, key: int, properties: Property) -> _Checked:
+def _check_record(reader: RecordReader, offset: int, key: int, properties: Property) -> tuple[int | None, str | None]:
+    """Returns the label of an image, and its defect; the label is None for a header and the range of keys of an identity."""
     try:
         record = reader.read(offset)
     except DataError as error:
-        return _Checked(True, fault=str(error))
+        return -1, str(error)
     if not record.payload:
-        # A header, or the range of keys of an identity.
-        is_range = len(record.labels) == 2
-        return _Checked(not is_range, fault=None if is_range else "there is no image in it: 0 bytes")
+        return (None, None) if len(record.labels) == 2 else (-1, "there is no image in it: 0 bytes")
     label, fault = _label_of(record, properties)
     if fault is None:
         fault = _fault_of(lambda: record.payload, f"{reader.path}, key {key}")
-    return _Checked(True, label, fault)
+    return label, fault
 
 
 def _label_of(record: Record, properties: Property) -> tuple[int, str | None]:
@@ -245,5 +229,13 @@ def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> Iterator[tupl
     return zip(first.tolist(), second.tolist(), strict=True)
 
 
-def _blocks(num_items: int) -> Iterator[range]:
-    return (range(start, min(start + _BLOCK_IMAGES, num_items)) for start in range(0, num_items, _BLOCK_IMAGES))
+def _checked(
+    check: Callable[[int], Result], num_items: int, num_threads: int, on_progress: OnProgress
+) -> Iterator[Result]:
+    """Yields the result of each item in order; threads check blocks of them."""
+    blocks = (range(at, min(at + _BLOCK_IMAGES, num_items)) for at in range(0, num_items, _BLOCK_IMAGES))
+    num_done = 0
+    for results in ordered_map(lambda block: [check(item) for item in block], blocks, num_threads):
+        yield from results
+        num_done += len(results)
+        on_progress(num_done, num_items)

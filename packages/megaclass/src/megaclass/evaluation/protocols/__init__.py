@@ -2,8 +2,7 @@
 
 from megaclass.evaluation.protocol import EvaluationProtocol
 from megaclass.evaluation.protocols.classification import ClassificationProtocol
-from megaclass.evaluation.protocols.distractors import DistractorProtocol
-from megaclass.evaluation.protocols.identification import IdentificationProtocol
+from megaclass.evaluation.protocols.identification import DistractorProtocol, IdentificationProtocol
 from megaclass.evaluation.protocols.pairs import PairProtocol
 from megaclass.evaluation.protocols.retrieval import RetrievalProtocol
 from megaclass.evaluation.protocols.templates import TemplateProtocol

@@ -9,9 +9,9 @@ does not know are counted, and show how well unknown classes are rejected; no ot
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,21 +29,16 @@ from megaclass.evaluation.examples import Judged, examples_of
 from megaclass.evaluation.images import SourceImages
 from megaclass.evaluation.protocol import (
     Cell,
-    Checks,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
     Numbers,
     Row,
     SetResult,
-    are_intervals,
-    are_shares,
     best_cells,
-    is_count,
-    is_number,
-    is_number_or_none,
     percent,
     share_cells,
+    share_rows,
     share_text,
 )
 from megaclass.evaluation.protocols.intervals import wilson_interval
@@ -62,41 +57,20 @@ _MAX_FITTED = {"cpu": 1024, "cuda": 4096}
 _FEWEST_FITTED = 10
 
 
-def _hold_numbers(*keys: str) -> Callable[[object], bool]:
-    """Returns the check of a list or table of records, each with a number under each key."""
-
-    def are_right(value: object) -> bool:
-        records: Any = value.values() if isinstance(value, dict) else value
-        return isinstance(value, dict | list) and all(
-            isinstance(one, dict) and all(is_number(one.get(key)) for key in keys) for one in records
-        )
-
-    return are_right
-
-
 class ClassificationProtocol(EvaluationProtocol):
     """Labelled images against the class centres of the model."""
 
     kind = "classification"
     card_name = "classification, both flips"
-    expected: ClassVar[Checks] = {
-        "num_images": is_count,
-        "num_classes": is_count,
-        "num_model_classes": is_count,
-        "num_unknown_images": is_count,
-        "num_unknown_classes": is_count,
-        "matched_by": lambda value: value in ("name", "number"),
-        "top_k": lambda value: are_shares(value) and isinstance(value, dict) and is_number(value.get("1")),
-        "top_k_95": are_intervals,
-        "mean_per_class": is_number,
-        "by_training_images": _hold_numbers("top_1", "images", "classes"),
-        "coverage": _hold_numbers("coverage", "accuracy", "threshold"),
-        "reject": _hold_numbers("threshold", "kept"),
-        "reject_by": lambda value: isinstance(value, str),
-        "temperature": is_number_or_none,
-        "num_fitted": is_count,
-        "calibration_error": is_number_or_none,
-    }
+    quoted_at = ("top_k", "1")
+    headline_form = "top-1 {quoted} of {num_model_classes:,} classes"
+    lead_form = (
+        "{num_images:,} images of {num_classes:,} classes, each compared with the centres of all {num_model_classes:,} classes "
+        "of the model. In brackets: 95 % confidence."
+    )
+    meaning_form = (
+        "Shown an image, the model names the right one of its {num_model_classes:,} classes in {share:.1%} of cases."
+    )
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         if evaluator.centres is None:
@@ -128,25 +102,7 @@ class ClassificationProtocol(EvaluationProtocol):
             "num_unknown_classes": len(np.unique(unknown)),
             "matched_by": matched,
         }
-        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers, examples=examples)
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        return float(numbers["top_k"]["1"])
-
-    def headline(self, numbers: Numbers) -> str:
-        return f"top-1 {percent(numbers['top_k']['1'])} of {numbers['num_model_classes']:,} classes"
-
-    def lead(self, numbers: Numbers) -> str:
-        return (
-            f"{numbers['num_images']:,} images of {numbers['num_classes']:,} classes, each compared with the centres of all "
-            f"{numbers['num_model_classes']:,} classes of the model. In brackets: 95 % confidence."
-        )
-
-    def meaning(self, numbers: Numbers) -> str:
-        return (
-            f"Shown an image, the model names the right one of its {numbers['num_model_classes']:,} classes in "
-            f"{numbers['top_k']['1']:.1%} of cases."
-        )
+        return self.result(one, numbers, examples=examples)
 
     def remark(self, numbers: Numbers) -> str:
         told = f"Classes are matched by {numbers['matched_by']}."
@@ -157,12 +113,13 @@ class ClassificationProtocol(EvaluationProtocol):
             )
         return told
 
+    def drawn(self, numbers: Numbers) -> Iterable[float]:
+        yield from (point[key] for point in numbers["coverage"] for key in ("coverage", "accuracy"))
+        yield from (one["threshold"] for one in numbers["reject"].values())
+
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        rows: list[Row] = [
-            (f"Top-{k}", share_cells([n["top_k"].get(k) for n in columns], [n["top_k_95"].get(k) for n in columns]))
-            for k in columns[0]["top_k"]
-        ]
-        rows.append(("Top-1, mean over classes", share_cells([n["mean_per_class"] for n in columns])))
+        rows = share_rows(columns, "top_k", "Top-{}")
+        rows += share_rows(columns, "mean_per_class", "Top-1, mean over classes")
         for group in columns[0]["by_training_images"]:
             found = [n["by_training_images"].get(group, {}) for n in columns]
             rows.append((f"Top-1, classes with {group} training images", share_cells([n.get("top_1") for n in found])))

@@ -1,70 +1,35 @@
-"""The identification protocol: probes are searched in a gallery -> rank-1/5/10 and TPIR at FPIR.
+"""Search in a gallery: identification (rank-1/5/10 and TPIR at FPIR), and MegaFace's protocol among distractors.
 
 A tie between a mate and another identity counts against the model, so a model that maps all images to one point
 identifies no probe.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
-from megaclass.evaluation.gallery import open_gallery
+from megaclass.errors import DataError
+from megaclass.evaluation.gallery import labels_of, open_gallery, open_searched
 from megaclass.evaluation.protocol import (
-    Checks,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
     Numbers,
     Row,
     SetResult,
-    are_intervals,
-    are_ranks,
-    are_shares,
-    is_count,
-    share_cells,
+    share_rows,
     share_text,
 )
-from megaclass.evaluation.protocols.intervals import Interval, wilson_interval
-from megaclass.evaluation.search import GalleryShard, search
+from megaclass.evaluation.protocols.intervals import wilson_interval
+from megaclass.evaluation.search import GalleryShard, Neighbours, search
 from megaclass_launch.ranks.collectives import gather_blocks
 
 RANKS = (1, 5, 10)
 FPIR_TARGETS = (1e-1, 1e-2, 1e-3)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Identification:
-    """The numbers of one model on one gallery."""
-
-    num_gallery: int
-    num_mated: int
-    """Number of probes whose identity is in the gallery."""
-    num_unmated: int
-    num_in_gallery: int | None = 0
-    """Number of probes that are in the gallery themselves; each was compared with the other entries only. None: not known."""
-    rank_k: dict[int, float | None]
-    """Share of the mated probes whose best mate is above all but k - 1 others; None without mated probes."""
-    rank_intervals: dict[int, Interval | None]
-    tpir_at_fpir: dict[float, float | None]
-    """Share of the mated probes whose mate comes first and above the threshold that this share of unmated probes passes;
-    None with fewer than 1 / FPIR unmated probes."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_gallery": self.num_gallery,
-            "num_mated": self.num_mated,
-            "num_unmated": self.num_unmated,
-            "num_probes_in_gallery": self.num_in_gallery,
-            "rank_k": {str(k): share for k, share in self.rank_k.items()},
-            "rank_k_95": {str(k): ends and list(ends) for k, ends in self.rank_intervals.items()},
-            "tpir_at_fpir": {f"{fpir:g}": share for fpir, share in self.tpir_at_fpir.items()},
-        }
 
 
 class IdentificationProtocol(EvaluationProtocol):
@@ -72,63 +37,30 @@ class IdentificationProtocol(EvaluationProtocol):
 
     kind = "identification"
     card_name = "1:N"
-    expected: ClassVar[Checks] = {
-        "num_gallery": is_count,
-        "num_mated": is_count,
-        "num_unmated": is_count,
-        "num_probes_in_gallery": lambda value: value is None or is_count(value),
-        "rank_k": are_ranks,
-        "rank_k_95": are_intervals,
-        "tpir_at_fpir": are_shares,
-    }
-    optional = frozenset({"num_probes_in_gallery", "rank_k_95"})
+    quoted_at = ("rank_k", "1")
+    headline_form = "rank-1 {quoted}"
+    lead_form = "{num_gallery:,} in the gallery; {num_mated:,} probes have a mate there, {num_unmated:,} have none."
+    meaning_form = "Searched for among {num_gallery:,} others, the right identity comes first in {share:.1%} of cases."
+    shares: ClassVar = {"rank_k": "Rank-{}", "tpir_at_fpir": "TPIR at FPIR {}"}
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
-        assert one.probes is not None
-        probes = open_gallery(evaluator, one.probes)
-        probes_PD = probes.all_rows()
-        gallery = open_gallery(evaluator, one.path)
-        shard = gallery.shard(probes_PD.shape[1])
-        part = range(shard.first, shard.first + len(shard))
-        known = {name: number for number, name in enumerate(dict.fromkeys(gallery.identities))}
-        labels_N = labels_of(gallery.identities, known)[part.start : part.stop]
-        # Every model finds an image by itself at rank 1: a probe that is in the gallery is compared with the others only.
-        keys_P = keys_N = num_in_gallery = None
-        if probes.is_comparable(gallery):
-            keys_P = probes.content_keys(range(len(probes)))
-            keys_N = gallery.content_keys(part)
-            is_inside_P = torch.from_numpy(np.isin(keys_P, keys_N)).to(evaluator.device)
-            num_in_gallery = int(gather_blocks(is_inside_P.to(torch.int64), evaluator.group).amax(dim=0).sum())
-        numbers = identify(
-            probes_PD,
-            labels_of(probes.identities, known),
-            replace(shard, labels_N=labels_N, keys_N=keys_N),
-            num_gallery=len(gallery),
-            probe_keys_P=keys_P,
-            num_in_gallery=num_in_gallery,
+        given = open_searched(evaluator, one)
+        found = search(
+            given.probes_PD,
+            given.shard,
+            k=max(RANKS),
             device=evaluator.device,
+            probe_labels_P=given.probe_labels_P,
+            probe_keys_P=given.probe_keys_P,
             group=evaluator.group,
         )
-        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers.to_json())
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        share: float | None = numbers["rank_k"]["1"]
-        return share
-
-    def headline(self, numbers: Numbers) -> str:
-        return f"rank-1 {share_text(self.quoted(numbers))}"
-
-    def lead(self, numbers: Numbers) -> str:
-        return (
-            f"{numbers['num_gallery']:,} in the gallery; {numbers['num_mated']:,} probes have a mate there, "
-            f"{numbers['num_unmated']:,} have none."
-        )
-
-    def meaning(self, numbers: Numbers) -> str:
-        share = self.quoted(numbers)
-        if share is None:
-            return ""
-        return f"Searched for among {numbers['num_gallery']:,} others, the right identity comes first in {share:.1%} of cases."
+        numbers = numbers_of(found, num_gallery=len(given.gallery))
+        numbers["num_probes_in_gallery"] = None
+        if given.probe_keys_P is not None and given.shard.keys_N is not None:
+            is_inside_P = torch.from_numpy(np.isin(given.probe_keys_P, given.shard.keys_N)).to(evaluator.device)
+            inside_WP = gather_blocks(is_inside_P.to(torch.int64), evaluator.group)
+            numbers["num_probes_in_gallery"] = int(inside_WP.amax(dim=0).sum())
+        return self.result(one, numbers)
 
     def remark(self, numbers: Numbers) -> str:
         num_inside = numbers.get("num_probes_in_gallery", 0)
@@ -141,72 +73,40 @@ class IdentificationProtocol(EvaluationProtocol):
             return ""
         return f"{num_inside:,} probes are in the gallery themselves: each was compared with the others."
 
-    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        rows: list[Row] = []
-        for k in columns[0]["rank_k"]:
-            intervals = [n.get("rank_k_95", {}).get(k) for n in columns]
-            rows.append((f"Rank-{k}", share_cells([n["rank_k"].get(k) for n in columns], intervals)))
-        rows += [
-            (f"TPIR at FPIR {fpir}", share_cells([n["tpir_at_fpir"].get(fpir) for n in columns]))
-            for fpir in columns[0]["tpir_at_fpir"]
-        ]
-        return rows
 
-
-def identify(
-    probes_PD: NDArray[np.float32] | Tensor,
-    probe_labels_P: NDArray[np.int64],
-    gallery: GalleryShard,
-    *,
-    num_gallery: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    probe_keys_P: NDArray[np.int64] | None = None,
-    num_in_gallery: int | None = 0,
-    max_block_bytes: int | None = None,
-) -> Identification:
-    """Collective. Every rank holds all probes and its shard of the gallery, and gets the same numbers.
-
-    probe_keys_P: content digests of the probes, if they may be in the gallery themselves; see `GalleryShard.keys_N`.
-    """
-    found = search(
-        probes_PD,
-        gallery,
-        k=max(RANKS),
-        device=device,
-        probe_labels_P=probe_labels_P,
-        probe_keys_P=probe_keys_P,
-        group=group,
-        max_block_bytes=max_block_bytes,
-    )
-    numbers = numbers_of_scores(
+def numbers_of(found: Neighbours, *, num_gallery: int) -> dict[str, Any]:
+    return numbers_of_scores(
         found.mate_scores_P.double().cpu().numpy(),
-        found.other_scores_Pk.double().cpu().numpy(),
+        found.other_scores_Pk.double().cpu().numpy()[:, : max(RANKS)],
         num_gallery=num_gallery,
     )
-    return replace(numbers, num_in_gallery=num_in_gallery)
 
 
 def numbers_of_scores(
     mate_scores_P: NDArray[np.float64], other_scores_Pk: NDArray[np.float64], *, num_gallery: int
-) -> Identification:
-    """Computes the numbers from the score of each probe's best mate (-inf for none) and its best others, highest first."""
+) -> dict[str, Any]:
+    """Computes the numbers from the score of each probe's best mate (-inf for none) and its best others, highest first.
+
+    rank_k: share of the mated probes whose best mate is above all but k - 1 others; None without mated probes.
+    tpir_at_fpir: share of the mated probes whose mate comes first and above the threshold that this share of unmated probes
+    passes; None with fewer than 1 / FPIR unmated probes.
+    """
     is_mated_P = np.isfinite(mate_scores_P)
     mates, others = mate_scores_P[is_mated_P], other_scores_Pk[is_mated_P]
     num_mated = len(mates)
     # >= and not >: a tie counts against the model.
     num_above = (others >= mates[:, None]).sum(axis=1)
-    hits = {k: int((num_above < k).sum()) for k in RANKS}
-    is_first = num_above == 0
+    hits = {str(k): int((num_above < k).sum()) for k in RANKS}
+    firsts = mates[num_above == 0]
     impostors = -np.sort(-other_scores_Pk[~is_mated_P, 0]) if not is_mated_P.all() else np.empty(0)
-    return Identification(
-        num_gallery=num_gallery,
-        num_mated=num_mated,
-        num_unmated=len(impostors),
-        rank_k={k: num / num_mated if num_mated else None for k, num in hits.items()},
-        rank_intervals={k: wilson_interval(num, num_mated) if num_mated else None for k, num in hits.items()},
-        tpir_at_fpir={fpir: _tpir(mates[is_first], impostors, fpir, num_mated) for fpir in FPIR_TARGETS},
-    )
+    return {
+        "num_gallery": num_gallery,
+        "num_mated": num_mated,
+        "num_unmated": len(impostors),
+        "rank_k": {k: num / num_mated if num_mated else None for k, num in hits.items()},
+        "rank_k_95": {k: list(wilson_interval(num, num_mated)) if num_mated else None for k, num in hits.items()},
+        "tpir_at_fpir": {f"{fpir:g}": _tpir(firsts, impostors, fpir, num_mated) for fpir in FPIR_TARGETS},
+    }
 
 
 def _tpir(
@@ -235,10 +135,83 @@ def published_ijb_tpir(
     return float((mate_scores_P > best_impostors[place - 1]).mean())
 
 
-def labels_of(identities: Sequence[str], known: Mapping[str, int]) -> NDArray[np.int64]:
-    """Returns the number of each identity; an unknown one gets a number above all known ones."""
-    unknown: dict[str, int] = {}
-    for name in identities:
-        if name not in known:
-            unknown.setdefault(name, len(known) + len(unknown))
-    return np.array([known[name] if name in known else unknown[name] for name in identities], dtype=np.int64)
+class DistractorProtocol(EvaluationProtocol):
+    """Pairs of probe images searched among distractors."""
+
+    kind = "distractors"
+    card_name = "MegaFace"
+    lead_form = "{num_pairs:,} pairs of {num_probes:,} probe images among distractors."
+
+    def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
+        assert one.probes is not None
+        probes = open_gallery(evaluator, one.probes)
+        probes_PD = probes.all_rows()
+        distractors = open_gallery(evaluator, one.path)
+        numbers = rank_among_distractors(
+            probes_PD,
+            labels_of(probes.identities, {}),
+            distractors.shard(probes_PD.shape[1]),
+            num_distractors=len(distractors),
+            device=evaluator.device,
+            group=evaluator.group,
+        )
+        return self.result(one, numbers)
+
+    def quoted(self, numbers: Numbers) -> float | None:
+        share: float | None = numbers["rank_k"][_most(numbers)]["1"]
+        return share
+
+    def headline(self, numbers: Numbers) -> str:
+        return f"rank-1 {share_text(self.quoted(numbers))} of {int(_most(numbers)):,}"
+
+    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
+        return [
+            row
+            for size in columns[0]["rank_k"]
+            for row in share_rows([n["rank_k"] for n in columns], size, f"Rank-{{}}, {int(size):,} distractors")
+        ]
+
+
+def _most(numbers: Numbers) -> str:
+    """Returns the key of the largest number of distractors."""
+    return str(max(numbers["rank_k"], key=int))
+
+
+def rank_among_distractors(
+    probes_PD: NDArray[np.float32],
+    labels_P: NDArray[np.int64],
+    distractors: GalleryShard,
+    *,
+    num_distractors: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Collective. MegaFace's challenge 1: each image in turn joins the distractors and is searched by its identity's others.
+
+    The shard is this rank's part of the distractors in their given order; the first 10, 100, … of all of them are the
+    smaller galleries. A pair is a hit at k if fewer than k distractors are at least as close as the mate.
+    """
+    pairs_M2 = _ordered_pairs(labels_P)
+    if not len(pairs_M2):
+        raise DataError("No identity has two probe images: MegaFace's protocol needs a probe and a mate per identity.")
+    mates_M = np.einsum("md,md->m", probes_PD[pairs_M2[:, 0]], probes_PD[pairs_M2[:, 1]], dtype=np.float64)
+    sizes = [10**power for power in range(1, 20) if 10**power < num_distractors] + [num_distractors]
+    rank_k = {}
+    for size in sizes:
+        stop = min(max(size - distractors.first, 0), len(distractors))
+        part = GalleryShard(embeddings_ND=distractors.embeddings_ND[:stop], first=distractors.first)
+        found = search(probes_PD, part, k=max(RANKS), device=device, group=group)
+        others_Mk = found.other_scores_Pk.double().cpu().numpy()[pairs_M2[:, 0]]
+        num_above_M = (others_Mk >= mates_M[:, None]).sum(axis=1)
+        rank_k[str(size)] = {str(k): float((num_above_M < k).mean()) for k in RANKS}
+    return {"num_probes": len(probes_PD), "num_pairs": len(pairs_M2), "rank_k": rank_k}
+
+
+def _ordered_pairs(labels_P: NDArray[np.int64]) -> NDArray[np.int64]:
+    pairs = []
+    order = np.argsort(labels_P, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(labels_P[order])) + 1):
+        first, second = np.meshgrid(members, members, indexing="ij")
+        is_pair = first != second
+        pairs.append(np.stack([first[is_pair], second[is_pair]], axis=1))
+    return np.concatenate(pairs).astype(np.int64) if pairs else np.empty((0, 2), dtype=np.int64)

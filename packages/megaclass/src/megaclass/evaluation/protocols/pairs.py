@@ -7,42 +7,38 @@ persons, in files such as name/name_0001.jpg. Paths are relative to the folder o
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.decode import IMAGE_SUFFIXES
-from megaclass.data.pair_file import read_pairs
+from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_batch
+from megaclass.data.pair_file import PairSet, read_pairs
 from megaclass.data.sources.files import read_image_file
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.images import GivenImages, PairImages
 from megaclass.evaluation.protocol import (
-    RATE_CHECKS,
     Cell,
-    Checks,
+    Curves,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
+    Floats,
     HardPair,
     Numbers,
     Row,
     SetResult,
     best_cells,
-    is_count,
-    is_number,
-    is_number_or_none,
     percent,
     rate_rows,
     share_cells,
 )
-from megaclass.evaluation.protocols.curves import curves_of
-from megaclass.evaluation.protocols.verification import ScoredPairs, score_embeddings
+from megaclass.evaluation.protocols.verification import Roc, ScoredPairs, roc_curve, score_embeddings, verify_distances
 from megaclass.evaluation.training_overlap import training_data_line
+from megaclass.image_size import ImageSize, height_and_width
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,32 +116,13 @@ _ABSENT = "–"
 _MISTAKES_KEPT = 12
 
 
-def _is_training_data(value: object) -> bool:
-    keys = ("images", "found", "looked_at", "training_images")
-    return isinstance(value, dict) and all(is_count(value.get(key)) for key in keys) and "is_held_out" in value
-
-
 class PairProtocol(EvaluationProtocol):
     """Verification of pairs in ten folds."""
 
     kind = "pairs"
     card_name = "10 folds, both flips"
+    quoted_at = ("accuracy",)
     found_at = "a .bin file, a pairs list (.txt), or a folder with *.bin or pairs.txt"
-    expected: ClassVar[Checks] = {
-        **RATE_CHECKS,
-        "accuracy": is_number,
-        "accuracy_std": is_number,
-        "threshold": is_number,
-        "fold_accuracies": lambda value: isinstance(value, list),
-        "threshold_far": is_number,
-        "threshold_at_far": lambda value: isinstance(value, dict) and all(map(is_number_or_none, value.values())),
-        "training_data": _is_training_data,
-        "published_tar_at_far_1e-3": is_number_or_none,
-        "xnorm": is_number_or_none,
-    }
-    optional = frozenset(
-        {"training_data", "tar_at_far_95", "published_tar_at_far_1e-3", "xnorm", "threshold_far", "threshold_at_far"}
-    )
 
     def find(self, path: Path) -> list[EvaluationSet]:
         if path.suffix in (".bin", ".txt"):
@@ -159,9 +136,6 @@ class PairProtocol(EvaluationProtocol):
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         return _evaluate_list(evaluator, one) if one.path.suffix == ".txt" else _evaluate_bin(evaluator, one)
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        return float(numbers["accuracy"])
 
     def headline(self, numbers: Numbers) -> str:
         return f"{percent(numbers['accuracy'])} ± {100 * numbers['accuracy_std']:.2f}"
@@ -182,6 +156,9 @@ class PairProtocol(EvaluationProtocol):
 
     def remark(self, numbers: Numbers) -> str:
         return training_data_line(numbers)
+
+    def drawn(self, numbers: Numbers) -> Iterable[float]:
+        return [one for one in numbers.get("threshold_at_far", {}).values() if one is not None]
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         accuracies = [n["accuracy"] for n in columns]
@@ -271,3 +248,77 @@ class _FileContents(Sequence[bytes]):
 
     def __getitem__(self, index: int) -> bytes:  # type: ignore[override]
         return read_image_file(self._paths[index])
+
+
+# ---- what the report draws of the distances -----------------------------------------------------------------------------
+
+_NUM_BINS = 60
+_MAX_ROC_POINTS = 600
+
+
+def curves_of(distances_N: Floats, is_same_N: NDArray[np.bool_], *, threshold: float) -> Curves:
+    """Returns ROC and histogram. threshold: squared distance below which a pair is called "same"."""
+    similarities_N = 1 - distances_N / 2
+    lowest = max(-1.0, np.floor(5 * float(similarities_N.min())) / 5)
+    edges = np.linspace(min(lowest, 0.8), 1.0, _NUM_BINS + 1)
+    roc = thinned_roc(roc_curve(distances_N, is_same_N))
+    # Rounding can push the cosine of equal vectors above 1, and so out of the last bin.
+    inside_N = similarities_N.clip(edges[0], edges[-1])
+    return Curves(
+        far=roc.far,
+        tar=roc.tar,
+        thresholds=None if roc.thresholds is None else (1 - roc.thresholds / 2).clip(-1.0, 1.0),
+        edges=edges,
+        same=np.histogram(inside_N[is_same_N], edges)[0] / max(1, is_same_N.sum()),
+        different=np.histogram(inside_N[~is_same_N], edges)[0] / max(1, (~is_same_N).sum()),
+        threshold=1 - threshold / 2,
+        num_different=int((~is_same_N).sum()),
+    )
+
+
+def thinned_roc(roc: Roc) -> Roc:
+    """Returns at most a few hundred points, spread evenly over the logarithm of the FAR; ends and corners stay."""
+    if len(roc.far) <= _MAX_ROC_POINTS:
+        return roc
+    smallest = roc.far[roc.far > 0][0]
+    wanted = np.geomspace(smallest, 1.0, _MAX_ROC_POINTS // 2)
+    # The last point at or below each FAR has the highest TAR there.
+    kept = np.searchsorted(roc.far, wanted, side="right") - 1
+    last_without_accepts = int(np.searchsorted(roc.far, 0.0, side="right")) - 1
+    indices = np.unique(np.concatenate([[0, last_without_accepts, len(roc.far) - 1], kept]))
+    thresholds = None if roc.thresholds is None else roc.thresholds[indices]
+    return Roc(far=roc.far[indices], tar=roc.tar[indices], thresholds=thresholds)
+
+
+# ---- the baseline: verification without any training ------------------------------------------------------------------
+
+
+def score_pixels(
+    pair_set: PairSet, *, image_size: ImageSize, fit: Fit = "squash", name: str = "the pairs"
+) -> ScoredPairs:
+    """Verifies pairs by the cosine of their raw pixel values (0 to 255, all positions and channels).
+
+    Images are decoded pair by pair: two are in memory at a time. name: of the set, in errors.
+    """
+    similarities_N = np.empty(len(pair_set.is_same))
+    for pair in range(len(similarities_N)):
+        indices = [2 * pair, 2 * pair + 1]
+        names = [f"image {index} of {name} (pair {pair})" for index in indices]
+        both = decode_batch([pair_set.images[index] for index in indices], height_and_width(image_size), names, fit)
+        similarities_N[pair] = pixel_cosine(both[0], both[1])
+    # A cosine s is a squared distance 2 - 2 s. These distances fill a small part of [0, 4], for which the published
+    # grid is too coarse: every distance that occurs may be the threshold, and one above all of them.
+    distances_N = 2 - 2 * similarities_N
+    distinct = np.unique(distances_N)
+    thresholds_T = np.append(distinct, np.nextafter(distinct[-1:], np.inf))
+    verification = verify_distances(distances_N, pair_set.is_same, thresholds_T=thresholds_T)
+    return ScoredPairs(
+        name="raw pixels", distances_N=distances_N, is_same_N=pair_set.is_same, verification=verification
+    )
+
+
+def pixel_cosine(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
+    first_flat, second_flat = first.ravel().astype(np.float64), second.ravel().astype(np.float64)
+    norms = np.linalg.norm(first_flat) * np.linalg.norm(second_flat)
+    # Only an entirely black image has norm 0; it is similar to none.
+    return float(first_flat @ second_flat / norms) if norms else 0.0

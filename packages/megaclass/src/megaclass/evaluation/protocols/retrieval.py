@@ -7,7 +7,6 @@ entries lie at or above each. A tie between a mate and another entry counts agai
 Letters: P queries, R mates of the query that has most, B entries of a block.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,23 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaclass.errors import DataError
-from megaclass.evaluation.gallery import open_gallery
+from megaclass.evaluation.gallery import open_searched
 from megaclass.evaluation.protocol import (
-    Checks,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
     Numbers,
-    Row,
     SetResult,
-    are_ranks,
-    are_shares,
-    is_count,
-    is_number,
     percent,
-    share_cells,
 )
-from megaclass.evaluation.protocols.identification import RANKS, labels_of, numbers_of_scores
+from megaclass.evaluation.protocols.identification import RANKS, numbers_of_scores
 from megaclass.evaluation.search import GalleryShard, score_blocks
 from megaclass_launch.ranks.collectives import gather_blocks, sum_over_ranks_
 
@@ -50,62 +42,36 @@ class RetrievalProtocol(EvaluationProtocol):
 
     kind = "retrieval"
     card_name = "retrieval"
-    expected: ClassVar[Checks] = {
-        "num_gallery": is_count,
-        "num_queries": is_count,
-        "num_unmated": is_count,
-        "map": is_number,
-        "map_at_r": is_number,
-        "minp": is_number,
-        "cmc": are_ranks,
-        "recall_at_k": are_ranks,
-        "precision_at_k": are_ranks,
-        "tpir_at_fpir": are_shares,
+    quoted_at = ("map",)
+    lead_form = (
+        "{num_queries:,} queries with mates among {num_gallery:,} gallery entries, {num_unmated:,} queries without. A query "
+        "that is in the gallery itself is compared with the others."
+    )
+    shares: ClassVar = {
+        "map": "mAP",
+        "map_at_r": "MAP@R",
+        "minp": "mINP",
+        "cmc": "CMC@{}",
+        "recall_at_k": "Recall@{}",
+        "precision_at_k": "P@{}",
+        "tpir_at_fpir": "TPIR at FPIR {}",
     }
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
-        assert one.probes is not None
-        queries, gallery = open_gallery(evaluator, one.probes), open_gallery(evaluator, one.path)
-        queries_PD = queries.all_rows()
-        shard = gallery.shard(queries_PD.shape[1])
-        known = {name: number for number, name in enumerate(dict.fromkeys(gallery.identities))}
-        keys_P = None
-        if queries.is_comparable(gallery):
-            keys_P = queries.content_keys(range(len(queries)))
-            shard = replace(shard, keys_N=gallery.content_keys(range(shard.first, shard.first + len(shard))))
+        given = open_searched(evaluator, one)
         numbers = retrieve(
-            queries_PD,
-            labels_of(queries.identities, known),
-            shard,
-            labels_of(gallery.identities, known),
-            query_keys_P=keys_P,
+            given.probes_PD,
+            given.probe_labels_P,
+            given.shard,
+            given.labels_N,
+            query_keys_P=given.probe_keys_P,
             device=evaluator.device,
             group=evaluator.group,
         )
-        return SetResult(name=one.name, kind=self.kind, path=str(one.path), numbers=numbers)
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        return float(numbers["map"])
+        return self.result(one, numbers)
 
     def headline(self, numbers: Numbers) -> str:
         return f"mAP {percent(numbers['map'])}, CMC@1 {percent(numbers['cmc']['1'])}"
-
-    def lead(self, numbers: Numbers) -> str:
-        return (
-            f"{numbers['num_queries']:,} queries with mates among {numbers['num_gallery']:,} gallery entries, "
-            f"{numbers['num_unmated']:,} queries without. A query that is in the gallery itself is compared with the others."
-        )
-
-    def rows(self, columns: Sequence[Numbers]) -> list[Row]:
-        rows: list[Row] = [
-            (title, share_cells([n[key] for n in columns]))
-            for key, title in (("map", "mAP"), ("map_at_r", "MAP@R"), ("minp", "mINP"))
-        ]
-        for key, title in (("cmc", "CMC@"), ("recall_at_k", "Recall@"), ("precision_at_k", "P@")):
-            rows += [(f"{title}{k}", share_cells([n[key].get(k) for n in columns])) for k in columns[0][key]]
-        for fpir in columns[0]["tpir_at_fpir"]:
-            rows.append((f"TPIR at FPIR {fpir}", share_cells([n["tpir_at_fpir"].get(fpir) for n in columns])))
-        return rows
 
 
 @torch.no_grad()
@@ -167,7 +133,7 @@ def retrieve(
         "num_unmated": len(queries) - num_queries,
         **{name: means[name] for name in ("map", "map_at_r", "minp")},
         **{name: {str(k): means[f"{name} {k}"] for k in RANKS} for name in ("cmc", "recall_at_k", "precision_at_k")},
-        "tpir_at_fpir": {f"{fpir:g}": share for fpir, share in found.tpir_at_fpir.items()},
+        "tpir_at_fpir": found["tpir_at_fpir"],
     }
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,23 +19,18 @@ from megaclass.distributed.agreement import on_every_rank
 from megaclass.errors import DataError
 from megaclass.evaluation.images import AlignedImages
 from megaclass.evaluation.protocol import (
-    RATE_CHECKS,
-    Checks,
     EvaluationProtocol,
     EvaluationSet,
     Evaluator,
     Numbers,
     Row,
     SetResult,
-    are_ranks,
-    are_shares,
     rate_rows,
-    share_cells,
-    share_text,
+    share_rows,
 )
-from megaclass.evaluation.protocols.curves import curves_of
-from megaclass.evaluation.protocols.identification import Identification, numbers_of_scores, published_ijb_tpir
-from megaclass.evaluation.protocols.verification import PairRates, pair_rates
+from megaclass.evaluation.protocols.identification import numbers_of, published_ijb_tpir
+from megaclass.evaluation.protocols.pairs import curves_of
+from megaclass.evaluation.protocols.verification import pair_rates
 from megaclass.evaluation.search import search, shard_of_rank
 
 Integers = NDArray[np.int64]
@@ -64,26 +59,6 @@ class IjbSet:
     probes_T2: Integers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TemplateResult:
-    """All numbers of one model on one IJB set."""
-
-    verification: PairRates
-    """The 1:1 numbers."""
-    distances_M: NDArray[np.float64]
-    is_same_M: NDArray[np.bool_]
-    identification: dict[str, Identification]
-    """Keyed by gallery: each as an open-set test of its own, and `joined`, all galleries as one as in InsightFace's script."""
-    published_tpir: dict[float, float | None]
-    """TPIR on the joined galleries with the threshold of InsightFace's script."""
-
-    def to_json(self) -> dict[str, Any]:
-        galleries = {name: numbers.to_json() for name, numbers in self.identification.items()}
-        published = {f"{fpir:g}": tpir for fpir, tpir in self.published_tpir.items()}
-        extra = {"identification": galleries, "published_tpir_at_fpir": published} if galleries else {}
-        return {**self.verification.to_json(), **extra}
-
-
 def find_ijb(path: Path) -> str | None:
     """Returns ijbb or ijbc if the folder holds such a set."""
     for name in ("ijbb", "ijbc"):
@@ -92,21 +67,15 @@ def find_ijb(path: Path) -> str | None:
     return None
 
 
-def _are_galleries(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(one, dict) and are_ranks(one.get("rank_k")) and are_shares(one.get("tpir_at_fpir"))
-        for one in value.values()
-    )
-
-
 class TemplateProtocol(EvaluationProtocol):
     """IJB-B and IJB-C."""
 
     kind = "templates"
     card_name = "1:1"
+    quoted_at = ("tar_at_far", "1e-4")
+    headline_form = "TAR {quoted} at FAR 1e-4"
+    lead_form = "{num_pairs:,} pairs of templates, {num_same:,} of the same person."
     found_at = "an IJB folder (with meta/ijb?_face_tid_mid.txt)"
-    expected: ClassVar[Checks] = {**RATE_CHECKS, "identification": _are_galleries, "published_tpir_at_fpir": are_shares}
-    optional = frozenset({"tar_at_far_95", "identification", "published_tpir_at_fpir"})
 
     def find(self, path: Path) -> list[EvaluationSet]:
         name = find_ijb(path)
@@ -114,39 +83,19 @@ class TemplateProtocol(EvaluationProtocol):
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         ijb = on_every_rank(lambda: read_ijb(one.path), evaluator.device, evaluator.group)
-        result = evaluate_ijb(evaluator, ijb)
+        numbers, distances_M, is_same_M = evaluate_ijb(evaluator, ijb)
         # The protocol has no threshold: the point where both kinds of error are closest stands in for one.
-        different = result.distances_M[~result.is_same_M]
-        threshold = float(np.quantile(different, result.verification.eer))
-        return SetResult(
-            name=one.name,
-            kind=self.kind,
-            path=str(one.path),
-            numbers=result.to_json(),
-            curves=curves_of(result.distances_M, result.is_same_M, threshold=threshold),
-        )
-
-    def quoted(self, numbers: Numbers) -> float | None:
-        share: float | None = numbers["tar_at_far"].get("1e-4")
-        return share
-
-    def headline(self, numbers: Numbers) -> str:
-        return f"TAR {share_text(self.quoted(numbers))} at FAR 1e-4"
-
-    def lead(self, numbers: Numbers) -> str:
-        return f"{numbers['num_pairs']:,} pairs of templates, {numbers['num_same']:,} of the same person."
+        threshold = float(np.quantile(distances_M[~is_same_M], numbers["eer"]))
+        return self.result(one, numbers, curves=curves_of(distances_M, is_same_M, threshold=threshold))
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = rate_rows(columns)
         for gallery in columns[0].get("identification", {}):
-            for key, title in (("rank_k", "rank-{}"), ("tpir_at_fpir", "TPIR at FPIR {}")):
-                for k in columns[0]["identification"][gallery][key]:
-                    found = [n.get("identification", {}).get(gallery, {}).get(key, {}) for n in columns]
-                    rows.append((f"1:N {gallery}, {title.format(k)}", share_cells([one.get(k) for one in found])))
-        for fpir in columns[0].get("published_tpir_at_fpir", {}):
-            published = [n.get("published_tpir_at_fpir", {}).get(fpir) for n in columns]
-            rows.append((f"1:N joined, TPIR at FPIR {fpir}, published threshold", share_cells(published)))
-        return rows
+            found = [n.get("identification", {}).get(gallery, {}) for n in columns]
+            rows += share_rows(found, "rank_k", f"1:N {gallery}, rank-{{}}")
+            rows += share_rows(found, "tpir_at_fpir", f"1:N {gallery}, TPIR at FPIR {{}}")
+        published = "1:N joined, TPIR at FPIR {}, published threshold"
+        return rows + share_rows(columns, "published_tpir_at_fpir", published)
 
 
 def read_ijb(path: Path) -> IjbSet:
@@ -183,8 +132,12 @@ def read_ijb(path: Path) -> IjbSet:
     )
 
 
-def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> TemplateResult:
-    """Collective. All ranks embed photos and search galleries; the numbers are the same on every rank."""
+def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
+    """Collective. Returns the numbers, and the distance and kind of every pair; the same on every rank.
+
+    All ranks embed photos and search galleries. The 1:N numbers are keyed by gallery: each as an open-set test of its own, and
+    `joined`, all galleries as one as in InsightFace's script, whose threshold gives the published TPIR.
+    """
     embedded = evaluator.embed(
         AlignedImages(paths=ijb.photos, points_N52=ijb.points_N52, image_size=evaluator.image_size)
     )
@@ -219,7 +172,7 @@ def score_templates(
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-) -> TemplateResult:
+) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
     rows_M2 = np.searchsorted(ids_T, ijb.pairs_M3[:, :2])
     is_same_M = ijb.pairs_M3[:, 2] == 1
     if is_same_M.all() or not is_same_M.any():
@@ -233,13 +186,8 @@ def score_templates(
         first, second = templates_TD[rows_M2[here, 0]], templates_TD[rows_M2[here, 1]]
         distances_M[here] = 2 - 2 * np.einsum("md,md->m", first, second)
     identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group)
-    return TemplateResult(
-        verification=pair_rates(distances_M, is_same_M),
-        distances_M=distances_M,
-        is_same_M=is_same_M,
-        identification=identification,
-        published_tpir=published,
-    )
+    searched = {"identification": identification, "published_tpir_at_fpir": published} if identification else {}
+    return {**pair_rates(distances_M, is_same_M).to_json(), **searched}, distances_M, is_same_M
 
 
 def _identify(
@@ -248,24 +196,23 @@ def _identify(
     ijb: IjbSet,
     device: torch.device,
     group: dist.ProcessGroup | None,
-) -> tuple[dict[str, Identification], dict[float, float | None]]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, float | None]]:
     if not ijb.galleries:
         return {}, {}
     probes_PD = templates_TD[np.searchsorted(ids_T, ijb.probes_T2[:, 0])]
-    results: dict[str, Identification] = {}
-    published: dict[float, float | None] = {}
+    results: dict[str, dict[str, Any]] = {}
+    published: dict[str, float | None] = {}
     joined = np.concatenate(list(ijb.galleries.values()))
     for name, members_G2 in {**ijb.galleries, "joined": joined}.items():
         gallery = shard_of_rank(templates_TD[np.searchsorted(ids_T, members_G2[:, 0])], members_G2[:, 1], group)
         # The published threshold is the k-th best score of all probes together: no probe contributes more than k of them.
         k = min(len(members_G2), max(10, int(np.ceil(max(_PUBLISHED_FPIR) * len(probes_PD)))))
         found = search(probes_PD, gallery, k=k, device=device, probe_labels_P=ijb.probes_T2[:, 1], group=group)
-        mates_P = found.mate_scores_P.double().cpu().numpy()
-        others_Pk = found.other_scores_Pk.double().cpu().numpy()
-        results[name] = numbers_of_scores(mates_P, others_Pk[:, :10], num_gallery=len(members_G2))
+        results[name] = numbers_of(found, num_gallery=len(members_G2))
         if name == "joined":
+            mates_P, others_Pk = (one.double().cpu().numpy() for one in (found.mate_scores_P, found.other_scores_Pk))
             impostors = -np.sort(-others_Pk[np.isfinite(others_Pk)])
-            published = {fpir: published_ijb_tpir(mates_P, impostors, fpir) for fpir in _PUBLISHED_FPIR}
+            published = {f"{fpir:g}": published_ijb_tpir(mates_P, impostors, fpir) for fpir in _PUBLISHED_FPIR}
     return results, published
 
 

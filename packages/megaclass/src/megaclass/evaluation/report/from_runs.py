@@ -16,16 +16,15 @@ import megaclass
 from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import read_run_centres
+from megaclass.evaluation.centres import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluation.embed import OnProgress
 from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.protocols.centre_health import CentreHealth, centre_health
 from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range, passed_s
 from megaclass.evaluation.report.ranks import RankRow, rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluation.training_images import read_training_images
-from megaclass.metrics_file import read_metrics, read_summary
+from megaclass.metrics_file import is_number, read_metrics, read_summary
 from megaclass.progress import duration_text
 from megaclass_launch.errors import UserError
 from megaclass_launch.events_file import read_events
@@ -139,12 +138,16 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
     if not any((run / one).is_file() for one in known):
         raise DataError(f"{run} is not a run folder: looked for {', '.join(known)}.")
     summary = read_summary(run)
-    rows = _read_metrics(run / "metrics.jsonl")
+    rows, num_damaged = read_metrics(run / "metrics.jsonl")
+    if num_damaged:
+        _log.warning("%s: %d damaged line(s) left out of the report.", run / "metrics.jsonl", num_damaged)
     path = run / "config.toml"
     config_text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     config = _config_of(config_text)
     num_classes = summary.get("num_classes")
-    metrics, events = [_drawable(row) for row in rows], read_events(run)[0]
+    # The values that can be drawn as curves.
+    metrics = [{key: value for key, value in row.items() if value is None or is_number(value)} for row in rows]
+    events = read_events(run)[0]
     return ModelReport(
         name=name,
         results=read_results(run),
@@ -173,23 +176,6 @@ def _name_of(run: Path, runs: Sequence[Path]) -> str:
     """Returns the name of the folder, with its parent's name if two runs share it."""
     name = run.resolve().name
     return name if [one.resolve().name for one in runs].count(name) == 1 else f"{run.resolve().parent.name}/{name}"
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows; damaged lines are left out, with a warning."""
-    rows, num_damaged = read_metrics(path)
-    if num_damaged:
-        _log.warning("%s: %d damaged line(s) left out of the report.", path, num_damaged)
-    return rows
-
-
-def _drawable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a row that can be drawn as curves."""
-    return {key: value for key, value in row.items() if value is None or _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or abs(value) < 1e300)
 
 
 _FACTS = {
@@ -236,7 +222,7 @@ def _facts(summary: Mapping[str, Any], metrics: Rows, events: Rows) -> dict[str,
         # One side of a square, or [height, width].
         known["image_size"] = " × ".join(map(str, reversed(size) if isinstance(size, list) else (size, size)))
     return {
-        title: format(known[key], form) if form and _is_number(known[key]) else str(known[key])
+        title: format(known[key], form) if form and is_number(known[key]) else str(known[key])
         for key, (title, form) in _FACTS.items()
         if key in known
     }

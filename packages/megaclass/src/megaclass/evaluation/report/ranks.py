@@ -68,7 +68,10 @@ def rank_section(
         "text": slow_rank(rows)[1],
         "bars": bars(mean_seconds),
         "levels": [f"up to {level:g}" for level in _LEVELS] + [f"above {_LEVELS[-1]:g}"],
-        "profiles": [(path.name, _link(path, page)) for path in profiles],
+        "profiles": [
+            (path.name, os.path.relpath(path.absolute(), page.absolute().parent) if page else str(path))
+            for path in profiles
+        ],
     }
 
 
@@ -132,10 +135,6 @@ def slow_rank(rows: Sequence[RankRow]) -> tuple[float, str]:
         f"rank {rank} is slow, most in {phase}: in {number:,} of {len(rows):,} reports it needed more than 20 % longer than "
         f"the others, which wait for it"
     )
-
-
-def _link(path: Path, page: Path | None) -> str:
-    return str(path) if page is None else os.path.relpath(path.absolute(), page.absolute().parent)
 
 
 def _is_column(values: object) -> TypeGuard[list[float]]:

@@ -12,6 +12,7 @@ from typing import Any
 from megaclass.evaluation.report.charts import smoothed
 from megaclass.evaluation.report.from_runs import ModelReport
 from megaclass.evaluation.report.ranks import slow_rank
+from megaclass.metrics_file import is_number
 
 _FEWEST_ROWS = 8
 """With fewer rows of metrics no curve can be judged."""
@@ -43,8 +44,8 @@ class RunFinding:
 
 def column(run: ModelReport, key: str) -> tuple[list[int], list[float]]:
     """Returns steps and finite values of one kind of metric."""
-    found = [(row["step"], row[key]) for row in run.metrics if _is_finite(row.get(key)) and "step" in row]
-    return [int(step) for step, _ in found], [float(value) for _, value in found]
+    rows = [row for row in run.metrics if is_number(row.get(key)) and math.isfinite(row[key]) and "step" in row]
+    return [int(row["step"]) for row in rows], [float(row[key]) for row in rows]
 
 
 def smooth_loss(run: ModelReport) -> tuple[list[int], list[float]]:
@@ -201,7 +202,3 @@ def _is_finished(run: ModelReport) -> bool:
 def _cut(text: str) -> str:
     """Returns the text without its last full stop, which the page adds, and not longer than some lines."""
     return text.rstrip(". ") if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT].rstrip() + "…"
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -241,12 +241,12 @@ def describe_sizes(config: Config, source: ImageSource) -> str:
     text = f"the model takes images of {shown_size(compact_size(size))} pixels, {reason}"
     if isinstance(source, PixelSource):
         return f"{text}."
-    found = survey_sizes(source, size)
-    if not found.num_other_size:
-        return f"{text}; {found.looked_at()} have it."
-    text += f"; {found.num_other_size:,} of {found.looked_at()} have another size and are fitted (data.fit={config.data.fit})"
+    looked_at, num_other_size, num_other_shape = survey_sizes(source, size)
+    if not num_other_size:
+        return f"{text}; {looked_at} have it."
+    text += f"; {num_other_size:,} of {looked_at} have another size and are fitted (data.fit={config.data.fit})"
     change = {"pad": "get black borders", "crop": "lose edges", "squash": "are distorted"}[config.data.fit]
-    return f"{text}, {found.num_other_shape:,} of these {change}."
+    return f"{text}, {num_other_shape:,} of these {change}."
 
 
 def staged_path(config: Config) -> str:

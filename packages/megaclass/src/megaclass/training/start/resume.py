@@ -1,13 +1,19 @@
-"""Resuming from a checkpoint: choose it, check that it belongs to this run, load its state on any number of ranks."""
+"""Weights of a start: resuming from a checkpoint, or beginning with the weights of another run, on any number of ranks.
+
+A checkpoint is chosen, compared with this run, and loaded.
+"""
 
 import logging
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from megaclass.backbones.timm_network import TimmNetwork, origin_of_weights
 from megaclass.checkpoint.class_names import (
     ClassList,
     ClassMatch,
@@ -23,21 +29,22 @@ from megaclass.checkpoint.load import (
     load_shared,
     saved_rows,
 )
-from megaclass.checkpoint.manifest import Manifest, read_manifest
+from megaclass.checkpoint.manifest import NAME, Manifest, read_manifest
 from megaclass.checkpoint.retention import best_folder, published, set_aside_after
-from megaclass.checkpoint.tensor_file import tensors_with_prefix
+from megaclass.checkpoint.tensor_file import read_tensors, tensors_with_prefix
 from megaclass.config.read import changes_refused_on_resume, load_config_values
-from megaclass.config.schema import Config
+from megaclass.config.schema import CLASS_MEANS, Config
 from megaclass.data.fingerprint import DataFingerprint, foreign_class
-from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import (
     on_every_rank,
     on_every_rank_for_long,
     on_main_rank,
     on_main_rank_for_long,
+    text_of_main_rank,
 )
 from megaclass.errors import CheckpointError
-from megaclass.insightface.checkpoints import check_fits
+from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone, read_centre_shards
+from megaclass.training.class_means import start_at_class_means
 from megaclass.training.model.build import Model, restore_generators
 from megaclass.training.run.folder import RunFolder
 from megaclass.training.run.run import Run
@@ -58,10 +65,10 @@ def resume_run(run: Run, model: Model, mode: StartMode) -> int:
     def check() -> None:
         manifest = read_manifest(folder)
         saved = saved_classes(folder, manifest)
-        if not mode.matches_classes:
-            _check_classes(saved, run.classes, folder)
+        if not mode.matches_classes and (difference := describe_difference(saved, run.classes)):
+            raise CheckpointError(f"{folder} has other classes: {difference}.")
         if not mode.trusts_numbers:
-            check_same_people(manifest.data, run.data_fingerprint, run.source, saved, run.classes, folder)
+            _check_same_people(folder, run)
         if saved == run.classes and manifest.data.fingerprint not in ("", run.data_fingerprint.fingerprint):
             changed = _describe_fingerprints(manifest.data, run.data_fingerprint, folder)
             _logger.info(f"the data has changed, continuing with it: {changed}")
@@ -170,19 +177,7 @@ def match_on_all_ranks(run: Run, model: Model, saved: ClassList, where: str) -> 
     return match
 
 
-def _check_classes(saved: ClassList, classes: ClassList, folder: Path) -> None:
-    if difference := describe_difference(saved, classes):
-        raise CheckpointError(f"{folder} has other classes: {difference}.")
-
-
-def check_same_people(
-    saved: DataFingerprint,
-    current: DataFingerprint,
-    source: ImageSource,
-    saved_list: ClassList,
-    classes: ClassList,
-    where: Path,
-) -> None:
+def _check_same_people(where: Path, run: Run) -> None:
     """Refuses to match classes by number if their images show that they are other people.
 
     Classes without names can be told apart by their images alone: each class that still exists must hold one of the images
@@ -190,13 +185,15 @@ def check_same_people(
     everything if the classes have names both in the checkpoint and in the data. If only one of them has names, a name that
     looks like a number is matched with that number, so the images also decide here.
     """
+    manifest, classes, current = read_manifest(where), run.classes, run.data_fingerprint
+    saved, saved_list = manifest.data, saved_classes(where, manifest)
     is_same_data = saved_list == classes and saved.fingerprint == current.fingerprint
     if (saved_list.text and classes.text) or not saved.fingerprint or is_same_data:
         return
     recorded = {int(label): images for label, images in saved.class_images.items()}
     images_by_name = {name: recorded[number] for number, name in enumerate(saved_list.names()) if number in recorded}
     left = {str(number): images_by_name[name] for number, name in enumerate(classes.names()) if name in images_by_name}
-    foreign = foreign_class(DataFingerprint(fingerprint=saved.fingerprint, class_images=left), source)
+    foreign = foreign_class(DataFingerprint(fingerprint=saved.fingerprint, class_images=left), run.source)
     if foreign is not None:
         raise CheckpointError(
             f"{where} was trained on other data: class {foreign} holds none of the images recorded in the checkpoint "
@@ -268,3 +265,114 @@ def _announce_learning_rate(run: Run, manifest: Manifest, folder: Path) -> None:
 
 def _shown(value: object) -> object:
     return "unset" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+# ---- fine-tuning: a new run starts with the backbone, and optionally the class centres, of another one ------------------
+
+_MODEL = "model.safetensors"
+
+
+def load_initial_weights(run: Run, model: Model, mode: StartMode) -> None:
+    """Collective. Loads what train.init_backbone and train.init_centres name; every rank reads the files.
+
+    A run folder stands for its newest whole checkpoint in both. Each byte of a checkpoint is checked by one of the ranks.
+    """
+    config, device, classes = run.config.train, run.device, run.classes
+    # One path for both is resolved once, so backbone and centres come from the same checkpoint.
+    is_one_path = config.init_backbone == config.init_centres
+    backbone = Path()
+    if config.init_backbone is not None:
+        backbone = _resolve(Path(config.init_backbone), device, or_else=None if is_one_path else _MODEL)
+        on_every_rank(lambda: _load_backbone(model, backbone), device)
+    elif run.config.backbone.pretrained:
+        on_every_rank_for_long(lambda: _load_pretrained(run, model), device)
+    if config.init_centres == CLASS_MEANS:
+        start_at_class_means(run, model)
+    elif config.init_centres is not None:
+        path = backbone if is_one_path else _resolve(Path(config.init_centres), device, or_else=None)
+        # InsightFace's files do not record any people.
+        if not mode.trusts_numbers and (path / NAME).is_file():
+            on_main_rank_for_long(lambda: _check_same_people(path, run), device)
+        saved, shards = on_every_rank(lambda: _read_centres(model, path, classes, mode.matches_classes), device)
+        saved_K = np.arange(model.head.classes.start, model.head.classes.stop)
+        if saved != classes:
+            saved_K = match_on_all_ranks(run, model, saved, str(path)).saved_K
+        # Only the centres themselves: the state of their optimizer belongs to the other run.
+        target, num_subcentres = {"weight": model.head.rows()["weight"]}, model.head.store.num_subcentres
+        on_every_rank_for_long(lambda: copy_matched_rows(shards, target, saved_K, num_subcentres, str(path)), device)
+        model.head.accept_rows()
+
+
+def _resolve(path: Path, device: torch.device, *, or_else: str | None) -> Path:
+    """Collective. Returns what to read: a whole checkpoint, else the file `or_else` in the run folder, else the path itself."""
+    folder, passed_over = first_whole_on_all_ranks(lambda: _checkpoints_of(path), device)
+
+    def resolve() -> str:
+        for reason in passed_over if folder is not None else ():
+            _logger.info(f"passed over a checkpoint: {reason}")
+        if folder is not None:
+            _logger.info(f"starting with the weights of {folder}")
+            return str(folder)
+        if or_else is not None and (path / or_else).is_file():
+            return str(path / or_else)
+        if passed_over or (path / "checkpoints").is_dir():
+            why = "; ".join(passed_over) or "the folder is empty"
+            raise CheckpointError(f"There is no whole checkpoint in {path}: {why}.")
+        return str(path)
+
+    return Path(text_of_main_rank(resolve, device))
+
+
+def _checkpoints_of(path: Path) -> list[Path]:
+    """Returns the checkpoint itself, or those of a run folder, newest first."""
+    return [path] if (path / NAME).is_file() else published(path / "checkpoints")[::-1]
+
+
+def _load_backbone(model: Model, path: Path) -> None:
+    load_backbone_(model.backbone, _read_backbone(path), path)
+    _start_ema(model)
+
+
+def _load_pretrained(run: Run, model: Model) -> None:
+    assert isinstance(model.backbone, TimmNetwork)
+    settings = run.config.backbone
+    model.backbone.load_pretrained_(settings.pretrained)
+    _start_ema(model)
+    if run.world.is_main:
+        _logger.info(f"starting with {origin_of_weights(settings.name, settings.pretrained)}")
+
+
+def _start_ema(model: Model) -> None:
+    """Starts the moving average at the loaded weights, not at the random ones."""
+    if model.ema is not None:
+        model.ema.load({name: parameter.detach() for name, parameter in model.backbone.named_parameters()})
+
+
+def _read_backbone(path: Path) -> dict[str, Tensor]:
+    if (path / NAME).is_file():
+        shared = load_shared(path)
+        # If training kept a moving average of the weights, it evaluated and exported that.
+        return tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run folder: it holds no {NAME}, no checkpoints/ and no {_MODEL}."
+        )
+    return read_tensors(path) if path.suffix == ".safetensors" else read_backbone(path)
+
+
+def _read_centres(
+    model: Model, path: Path, classes: ClassList, matches_classes: bool
+) -> tuple[ClassList, Iterator[tuple[int, dict[str, Tensor]]]]:
+    """Returns the classes of the saved centres, and an iterator over the centres, shard by shard."""
+    if (path / NAME).is_file():
+        manifest = read_manifest(path)
+        saved, shards = saved_classes(path, manifest), saved_rows(path, manifest, 0, manifest.num_classes)
+    else:
+        centres = read_centre_shards(path)
+        num_saved = sum(len(shard) for _, shard in centres) // model.head.store.num_subcentres
+        # InsightFace identifies classes by number alone: if there are as many as in the data, they are taken as equal.
+        saved = classes if num_saved == classes.num_classes else ClassList(num_saved)
+        shards = ((first, {"weight": shard}) for first, shard in centres)
+    if saved != classes and not matches_classes:
+        raise CheckpointError(f"The centres in {path} are of other classes: {describe_difference(saved, classes)}.")
+    return saved, shards

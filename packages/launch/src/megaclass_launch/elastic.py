@@ -22,7 +22,7 @@ States of a worker, with what it tells the driver:
                                       +---+-----------------------+
                                            ready (failed, changed)
 
-Messages go through the agent of this host (channel.py), and from there over ssh to the driver; each carries the token of the
+Messages go through the agent of this host (Channel), and from there over ssh to the driver; each carries the token of the
 generation that the worker knows. Everything happens in the caller's thread, except that
 any thread may call hosts_changed(), and that when_broken() starts one.
 
@@ -38,32 +38,129 @@ any thread may call hosts_changed(), and that when_broken() starts one.
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
-from megaclass_launch.elastic.channel import FD_NAME, Channel, ChannelError, Message, inherited_channel
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.wire.protocol import Message, MessageReader, Outbox, ProtocolError, encode
+from megaclass_launch.wire.protocol import Why as Why
 from megaclass_launch.world import World
+
+# ---- the connection to the agent ----
+#
+# The connection between an agent and one worker of an elastic job: JSON lines over a pair of Unix sockets.
+#
+# The worker inherits its end from the agent, so nothing listens anywhere, and only the two processes, and programs that run as
+# children of the worker with its open files, can write to it.
+
+
+FD_NAME = "MEGACLASS_ELASTIC_FD"
+MAX_LINE_BYTES = 4 << 20
+"""The members of 10,000 ranks take a quarter of it."""
+_READ_BYTES = 1 << 16
+
+
+class Channel:
+    """One end of the connection. Nothing blocks, except for `wait`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._reader = MessageReader(max_line_bytes=MAX_LINE_BYTES, max_payload_bytes=0)
+        # That the reader is gone is noticed in `receive`: lines that it wrote before may still be read.
+        self._unsent = Outbox(lambda data: connection.send(data, socket.MSG_NOSIGNAL))
+        self.write = self._unsent.write
+        """Writes as much of what is queued as the socket takes."""
+        self.is_open = True
+        """False once the other end has closed the connection."""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent.num_bytes)
+
+    def send(self, message: Message) -> None:
+        """Queues a message and writes as much as the socket takes now."""
+        self._unsent.add(encode(message))
+
+    def receive(self) -> list[Message]:
+        """Returns the messages that have arrived; one system call if there are none. ProtocolError for a line that is none."""
+        # To the end of what has arrived, also after the other end has closed: its last lines are in there.
+        found: list[Message] = []
+        while self.is_open:
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self.is_open = bool(data)
+            found += [message for message, _ in self._reader.feed(data)]
+        return found
+
+    def wait(self, timeout_s: float | None) -> list[Message]:
+        """Returns the messages that arrive within the time; none if the time is up or the connection has ended."""
+        ends_at = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        while True:
+            if (found := self.receive()) or not self.is_open:
+                return found
+            # At least one read comes before this, so a timeout of 0 asks for what is there.
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0:
+                return []
+            events = select.poll()
+            # Also for room to write: the answer may depend on a message that has not fitted into the socket yet.
+            events.register(self._socket, select.POLLIN | (select.POLLOUT if self.has_unsent else 0))
+            events.poll(min(left_s, 3600.0) * 1000)
+            self.write()
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Waits until something arrives, or until the time is up."""
+        with contextlib.suppress(OSError, ValueError):
+            events = select.poll()
+            events.register(self._socket, select.POLLIN)
+            events.poll(timeout_s * 1000)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        self.is_open = False
+
+
+def inherited_channel(env: Mapping[str, str]) -> Channel | None:
+    """Returns the channel that this process inherited from its agent; None outside of elastic jobs.
+
+    Raises LaunchError if a program between the agent and this process has closed the connection.
+    """
+    number = env.get(FD_NAME, "")
+    if not number.isdecimal():
+        return None
+    try:
+        connection = socket.socket(fileno=int(number))
+        if connection.family != socket.AF_UNIX:
+            # Not closed with the object: the file belongs to another part of the program, which has reused the number.
+            connection.detach()
+            raise OSError("another file has its number")
+    except OSError as error:
+        raise LaunchError(
+            f"The connection of this rank to its agent (file {number}, {FD_NAME}) is not open: {error}. A program between "
+            f"the launcher and this process has closed it, as Python's subprocess does unless it is given close_fds=False."
+        ) from error
+    # Programs that this rank starts get no copy: the agent would not notice the end of the rank.
+    os.set_inheritable(connection.fileno(), False)
+    return Channel(connection)
+
 
 IS_RUNNING_NAME = "MEGACLASS_ELASTIC_IS_RUNNING"
 MAX_RANKS_NAME = "MEGACLASS_ELASTIC_MAX_RANKS"
 _TICK_S = 0.2
 """How often the thread of when_broken() looks whether its generation is over."""
-
-
-class Why(StrEnum):
-    """Why a worker comes to the rendezvous."""
-
-    START = "start"
-    """The process has just started, or joins again of its own accord."""
-    FAILED = "failed"
-    """A collective failed: a rank or its host is gone."""
-    CHANGED = "changed"
-    """The driver has announced other hosts, and all ranks have agreed to leave the generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +361,7 @@ class ElasticWorker:
     def _receive(self, timeout_s: float) -> list[Message]:
         try:
             messages = self._channel.wait(timeout_s)
-        except ChannelError as error:
+        except ProtocolError as error:
             raise LaunchError(f"{self._name()}: the connection to its agent carried {error}.") from error
         # What the agent wrote before it ended still counts, and comes first.
         if not self._channel.is_open and not messages:
@@ -306,14 +403,9 @@ def elastic_worker() -> ElasticWorker | None:
 
 
 def _assignment(message: Message) -> Assignment:
+    same = ("generation", "token", "secret", "worker", "previous_size", "needs_sync", "has_progressed")
     return Assignment(
-        generation=int(message["generation"]),
-        token=str(message["token"]),
+        **{name: message[name] for name in same},
         world=World(**message["world"]),
-        secret=str(message["secret"]),
-        worker=int(message["worker"]),
         members=tuple(Member(**member) for member in message["members"]),
-        previous_size=int(message["previous_size"]),
-        needs_sync=bool(message["needs_sync"]),
-        has_progressed=bool(message["has_progressed"]),
     )

@@ -1,0 +1,527 @@
+"""The collective operations of the torch API, with their gradients, alone and in groups.
+
+`_async` returns a handle, `_` at the end works in place, `grouped_` starts when all ranks have all tensors of the list.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from horovod.collectives.compression import Compression, wire_of
+from horovod.collectives.handles import (
+    ReductionOptions,
+    checked_op,
+    enqueue,
+    group_of,
+    handle_average_backwards_compatibility,
+    synchronize,
+    waited,
+)
+from horovod.common.basics import _basics
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.job import current
+from horovod.engine.kinds import Adasum, Average, Sum
+from horovod.transport.arithmetic import empty_result
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
+
+P = ParamSpec("P")
+
+
+def _blocking(start: Callable[P, int], doc: str) -> Callable[P, Any]:
+    """Returns the function that calls `start` and waits for its result."""
+
+    @functools.wraps(start)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return waited(lambda: start(*args, **kwargs))
+
+    call.__name__ = call.__qualname__ = start.__name__.replace("_async", "")
+    call.__doc__ = doc
+    call.__signature__ = inspect.signature(start).replace(return_annotation=Any)  # type: ignore[attr-defined]
+    return call
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], gradient_of: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.gradient_of = gradient_of
+        results = tuple(run(*tensors))
+        ctx.mark_non_differentiable(*[result for result in results if not result.is_floating_point()])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, None, *ctx.gradient_of(*[gradient.contiguous() for gradient in gradients]))
+
+
+def _differentiable(
+    run: Callable[..., Iterable[Tensor]], gradient_of: Callable[..., Iterable[Tensor]], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Returns run(*tensors), whose gradient is gradient_of(gradients of the results)."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        # An autograd function costs several microseconds, which a small allreduce would notice.
+        return tuple(run(*tensors))
+    results: tuple[Tensor, ...] = _Differentiable.apply(run, gradient_of, *tensors)  # type: ignore[no-untyped-call]
+    return results
+
+
+def _compressed(
+    compression: Any, tensors: Iterable[Tensor], run: Callable[[list[Tensor]], Iterable[Tensor]]
+) -> list[Tensor]:
+    """Returns the results of run() for the compressed tensors, decompressed."""
+    packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors], strict=True)
+    return [compression.decompress(result, ctx) for result, ctx in zip(run(list(packed)), contexts, strict=True)]
+
+
+# ---- allreduce: its gradient is the allreduce of the gradient, with the same op and scale factors ----
+
+
+def _enqueue_allreduce(
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    name: str | None,
+    options: ReductionOptions,
+    *,
+    is_grouped: bool = False,
+) -> int:
+    if checked_op(options.op) == Adasum:
+        if options.process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        for tensor in tensors:
+            if not tensor.is_floating_point():
+                raise ValueError(f"Tensor type {tensor.type()} is not supported by Adasum.")
+    return enqueue("allreduce", tensors, outputs, name, options.process_set, reduction=options, is_grouped=is_grouped)
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce into a new tensor and returns its handle."""
+    op = handle_average_backwards_compatibility(op, average)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce([tensor], [empty_result(tensor)], name, options)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce in place and returns its handle."""
+    op = handle_average_backwards_compatibility(op, average)
+    # One list for both: enqueue() recognises an operation in place by it.
+    tensors = [tensor]
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, tensors, name, options)
+
+
+def grouped_allreduce_async(
+    tensors: Iterable[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce of each tensor of the list into new tensors; returns one handle for all."""
+    op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, [empty_result(tensor) for tensor in tensors], name, options, is_grouped=True)
+
+
+def grouped_allreduce_async_(
+    tensors: Iterable[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce of each tensor of the list in place; returns one handle for all."""
+    op = handle_average_backwards_compatibility(op, average)
+    tensors = group_of(tensors)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_allreduce(tensors, tensors, name, options, is_grouped=True)
+
+
+allreduce_ = _blocking(allreduce_async_, "Combines the tensor over ranks in place and returns it.")
+grouped_allreduce_ = _blocking(
+    grouped_allreduce_async_, "Combines each tensor of the list over ranks in place and returns them."
+)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Returns the tensor combined over ranks; differentiable.
+
+    op: Average (the default), Sum, Adasum, Min, Max or Product.
+    """
+    op = handle_average_backwards_compatibility(op, average)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _allreduced([tensor], name, compression, options, is_grouped=False)[0]
+
+
+def grouped_allreduce(
+    tensors: Iterable[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Returns each tensor of the list combined over ranks; differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _allreduced(group_of(tensors, if_empty=ValueError), name, compression, options, is_grouped=True)
+
+
+def _allreduced(
+    tensors: list[Tensor], name: str | None, compression: Any, options: ReductionOptions, *, is_grouped: bool
+) -> list[Tensor]:
+    wires = {wire_of(compression, tensor.dtype, options.op) for tensor in tensors}
+    # An operation has one wire format. If the tensors differ in it, compress() is called for each of them instead.
+    if len(wires) == 1 and (wire := wires.pop()):
+        return list(_combined(tensors, name, options._replace(wire=wire), is_grouped))
+    return _compressed(compression, tensors, lambda packed: _combined(packed, name, options, is_grouped))
+
+
+def _combined(
+    tensors: Sequence[Tensor], name: str | None, options: ReductionOptions, is_grouped: bool
+) -> tuple[Tensor, ...]:
+    def run(*tensors: Tensor) -> list[Tensor]:
+        outputs = [empty_result(tensor) for tensor in tensors]
+        waited(lambda: _enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped))
+        return outputs
+
+    # The operation of the backward pass has no name: the forward one of this name may be in flight again.
+    return _differentiable(run, lambda *gradients: _combined(gradients, None, options, is_grouped), tensors)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Starts the sum or average of a sparse tensor by gathering indices and values; the function it returns waits for it."""
+    if op not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async supports op=Average and op=Sum only, not op={op!r}.")
+    # allgather concatenates along dimension 0, so the indices are sent as one row per value.
+    indices = tensor._indices().transpose(0, 1).contiguous()
+    indices_handle = allgather_async(indices, name=f"{name}.indices", process_set=process_set)
+    values_handle = allgather_async(tensor._values().contiguous(), name=f"{name}.values", process_set=process_set)
+
+    def result() -> Tensor:
+        values = synchronize(values_handle)
+        gathered = synchronize(indices_handle)
+        if op == Average:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(gathered.transpose(0, 1), values, tensor.size())
+
+    return result
+
+
+# ---- reducescatter: its gradient is an allgather of the gradient ----
+
+
+def _enqueue_reducescatter(
+    tensors: Sequence[Tensor], name: str | None, options: ReductionOptions, *, is_grouped: bool = False
+) -> int:
+    if checked_op(options.op) not in (Average, Sum):
+        raise HorovodInternalError("Reducescatter currently only supports SUM and AVERAGE.")
+    return enqueue("reducescatter", tensors, None, name, options.process_set, reduction=options, is_grouped=is_grouped)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reducescatter and returns its handle. If rows do not divide evenly, the first ranks get one more."""
+    return _enqueue_reducescatter([tensor], name, ReductionOptions(op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_reducescatter_async(
+    tensors: Iterable[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reducescatter of each tensor of the list; returns one handle for all."""
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _enqueue_reducescatter(group_of(tensors), name, options, is_grouped=True)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Returns this rank's rows of the tensor combined over ranks; differentiable.
+
+    op: Average or Sum.
+    """
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _reducescattered([tensor], name, compression, options, is_grouped=False)[0]
+
+
+def grouped_reducescatter(
+    tensors: Iterable[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Returns the reducescatter of each tensor of the list; differentiable."""
+    options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
+    return _reducescattered(group_of(tensors, if_empty=ValueError), name, compression, options, is_grouped=True)
+
+
+def _reducescattered(
+    tensors: list[Tensor], name: str | None, compression: Any, options: ReductionOptions, *, is_grouped: bool
+) -> list[Tensor]:
+    def run(*tensors: Tensor) -> list[Tensor]:
+        outputs: list[Tensor] = waited(
+            lambda: _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped),
+            lambda operation: list(operation.outputs),
+        )
+        return outputs
+
+    def gradient_of(*gradients: Tensor) -> tuple[Tensor, ...]:
+        # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
+        num_ranks = (options.process_set.size() or 1) if options.op == Sum else 1
+        factor = options.prescale * options.postscale * num_ranks
+        return grouped_allgather([gradient * factor for gradient in gradients], process_set=options.process_set)
+
+    return _compressed(compression, tensors, lambda packed: _differentiable(run, gradient_of, packed))
+
+
+# ---- allgather: in its gradient each rank takes its own rows of the gradient averaged over ranks ----
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Starts an allgather and returns its handle."""
+    return enqueue("allgather", [tensor], None, name, process_set)
+
+
+def grouped_allgather_async(
+    tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts an allgather of each tensor of the list; returns one handle for all."""
+    return enqueue("allgather", group_of(tensors), None, name, process_set, is_grouped=True)
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Returns the ranks' tensors concatenated along dimension 0, which may differ between ranks; differentiable."""
+    return _allgathered([tensor], name, process_set, is_grouped=False)[0]
+
+
+def grouped_allgather(
+    tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[Tensor, ...]:
+    """Returns the allgather of each tensor of the list; differentiable."""
+    return _allgathered(group_of(tensors), name, process_set, is_grouped=True)
+
+
+def _allgathered(
+    tensors: list[Tensor], name: str | None, process_set: ProcessSet, *, is_grouped: bool
+) -> tuple[Tensor, ...]:
+    sizes: tuple[tuple[int, ...], ...] = ()
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        nonlocal sizes
+        outputs: list[Tensor]
+        outputs, sizes = waited(
+            lambda: enqueue("allgather", tensors, None, name, process_set, is_grouped=is_grouped),
+            lambda operation: (list(operation.outputs), operation.sizes),
+        )
+        return outputs
+
+    def gradient_of(*gradients: Tensor) -> list[Tensor]:
+        rank = process_set.rank() or 0
+        reduced = grouped_allreduce(gradients, op=Average, process_set=process_set)
+        return [gradient.narrow(0, sum(rows[:rank]), rows[rank]) for gradient, rows in zip(reduced, sizes, strict=True)]
+
+    return _differentiable(run, gradient_of, tensors)
+
+
+# ---- broadcast: its gradient is the average over ranks on the root, zeros elsewhere ----
+
+
+def _enqueue_broadcast(
+    tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> int:
+    job = current.running()
+    members = job.members(process_set.process_set_id)
+    # For an unknown process set, or one without this rank, enqueue() raises the error about membership instead.
+    if members and job.meeting.rank in members and root_rank not in members:
+        raise ValueError(
+            f"broadcast received invalid root rank {root_rank} for provided process set: its ranks are {list(members)}."
+        )
+    tensors = [tensor]
+    outputs = tensors if output is tensor else [output]
+    return enqueue("broadcast", tensors, outputs, name, process_set, root=root_rank)
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a broadcast into a new tensor and returns its handle. `root_rank` is the global rank."""
+    return _enqueue_broadcast(tensor, empty_result(tensor), root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a broadcast in place and returns its handle. `root_rank` is the global rank."""
+    return _enqueue_broadcast(tensor, tensor, root_rank, name, process_set)
+
+
+broadcast_ = _blocking(
+    broadcast_async_, "Overwrites the tensor with the root's and returns it. `root_rank` is the global rank."
+)
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Returns the root's tensor; differentiable. `root_rank` is the global rank, also in a process set."""
+
+    def run(tensor: Tensor) -> list[Tensor]:
+        return [waited(lambda: broadcast_async(tensor, root_rank, name, process_set))]
+
+    def gradient_of(gradient: Tensor) -> list[Tensor]:
+        reduced = allreduce(gradient, op=Average, process_set=process_set)
+        return [reduced if _basics.rank() == root_rank else reduced * 0]
+
+    return _differentiable(run, gradient_of, [tensor])[0]
+
+
+# ---- alltoall: its gradient sends every row back to where it came from ----
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an alltoall and returns its handle; synchronize() gives the received rows and their number per rank."""
+    job = current.running()
+    num_members = len(job.members(process_set.process_set_id)) or 1
+    if isinstance(splits, Tensor):
+        if splits.dim() > 1:
+            raise ValueError("alltoall expects a 1D splits tensor")
+        if splits.dtype is not torch.int32:
+            raise ValueError("alltoall expects splits to contain 32-bit integer elements.")
+    # An empty list means the same as None, as in Horovod.
+    given = tuple(int(rows) for rows in splits) if splits is not None else ()
+    num_rows = tensor.shape[0] if tensor.dim() else 0
+    if not given:
+        if num_rows % num_members:
+            raise ValueError(
+                f"splits not provided, but first dimension of tensor is not an even multiple of the number of workers "
+                f"({num_rows} rows, {num_members} workers)."
+            )
+        given = (num_rows // num_members,) * num_members
+    if len(given) != num_members:
+        raise ValueError(
+            f"Number of entries in splits does not equal number of workers ({len(given)} entries, {num_members} workers)."
+        )
+    if sum(given) > num_rows or min(given) < 0:
+        raise ValueError(
+            f"Sum of splits entries is greater than the first dimension of tensor, or one is negative "
+            f"(splits {list(given)}, {num_rows} rows)."
+        )
+    return enqueue("alltoall", [tensor], None, name, process_set, splits=given)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends rows to every rank and returns the received ones; differentiable.
+
+    splits: number of rows for each rank, a list or an int32 tensor; the number received from each rank is then returned
+    too. None sends the same number of rows to each.
+    """
+    received: Any = None
+    shape = tensor.shape
+
+    def run(tensor: Tensor) -> list[Tensor]:
+        nonlocal received
+        output, received = waited(lambda: alltoall_async(tensor, splits, name, process_set))
+        return [output]
+
+    def gradient_of(gradient: Tensor) -> list[Tensor]:
+        returned, _ = alltoall(gradient, splits=received, process_set=process_set)
+        # Rows at the end that no split covers were not sent; their gradient is zero.
+        missing = shape[0] - returned.shape[0]
+        return [torch.cat([returned, returned.new_zeros((missing, *shape[1:]))]) if missing else returned]
+
+    (output,) = _differentiable(run, gradient_of, [tensor])
+    if splits is None:
+        return output
+    return output, received.to(splits.device) if isinstance(splits, Tensor) else received
