@@ -51,7 +51,7 @@ def train(photos, run, *more):
 def likeness(photos, one, other):
     """Mean cosine between the embeddings of two runs."""
     images = sorted(photos.rglob("*.png"))
-    rows = [megaclass.load(run, device="cpu").embed(images) for run in (one, other)]
+    rows = [megaclass.load(run, device="cpu").embed(images, fit="squash") for run in (one, other)]
     first, second = (row / np.linalg.norm(row, axis=1, keepdims=True) for row in rows)
     return float((first * second).sum(1).mean())
 
@@ -102,13 +102,12 @@ def test_a_teacher_of_another_embedding_size_needs_relations_alone(teacher):
 @pytest.mark.ranks
 def test_students_become_like_their_teacher_with_and_without_stored_embeddings(tmp_path, photos, teacher):
     """At another image size than the teacher's."""
-    alone = train(photos, tmp_path / "alone")
-    given = [f"distil.teacher={teacher}", "distil.cosine=50", "train.epochs=12", "optimizer.lr=0.05"]
+    alone = train(photos, tmp_path / "alone", "train.epochs=12")
+    given = [f"distil.teacher={teacher}", "distil.cosine=100", "train.epochs=12"]
     live = train(photos, tmp_path / "live", *given)
     stored = train(photos, tmp_path / "stored", *given, "distil.cache=true")
-    assert likeness(photos, alone, teacher) < 0.5
-    assert likeness(photos, live, teacher) > 0.8
-    assert likeness(photos, stored, teacher) > 0.8
+    without, by_live, by_stored = (likeness(photos, run, teacher) for run in (alone, live, stored))
+    assert min(by_live, by_stored) > max(0.6, without + 0.3), (without, by_live, by_stored)
     rows = np.load(stored / "teacher.npy")
     want = megaclass.load(teacher, device="cpu").embed(sorted(photos.rglob("*.png")), fit="squash")
     assert (rows.astype(np.float64) * want).sum(1) / np.linalg.norm(want, axis=1) == pytest.approx(1, abs=1e-3)
