@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--identities", type=int, default=1000)
     parser.add_argument("--images-per-identity", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", help="only the row of this number, to run several at once")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,7 +114,7 @@ def main() -> None:
             num_pairs=3000,
             num_processes=1,
         )
-        for name, rate, kind in variants:
+        for name, rate, kind in variants if options.only is None else [variants[int(options.only)]]:
             begun = time.monotonic()
             values = [accuracy(data, rate, kind, seed) for seed in range(options.seeds)]
             mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

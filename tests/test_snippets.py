@@ -122,6 +122,9 @@ def fill_folder() -> None:
     Path("landmarks.txt").write_text("".join(f"{photo} {points}\n" for photo in photos))
     for name in ("anna", "anna-again", "bert", "image"):
         shutil.copy("data/own/person0/0.png", f"{name}.jpg")
+    for name in ("features", "held-out"):
+        np.save(f"{name}.npy", np.random.default_rng(0).normal(size=(48, 16)).astype(np.float32))
+        np.save(f"{name}.labels.npy", np.arange(48) % 6)
     Path("recipe.toml").write_text(
         '[data]\npath = "data/own"\n[synth]\nidentities = 0\n[train]\nrun_dir = "runs/recipe"\n'
     )

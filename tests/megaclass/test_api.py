@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.forked import Forked, ended_ranks, run_forked
+from tests.forked import Forked, ended_ranks, run_forked, torchrun
 
 import megaclass
 from megaclass.cli.main import main
@@ -290,8 +290,17 @@ def test_under_a_launcher_every_process_is_one_rank_of_the_run(tmp_path, monkeyp
     script = _ENDLESS.replace("epochs=3000", "epochs=1").replace("print(run)", "print(run.numbers.get('world_size'))")
     ranks = ended_ranks(2, _script, script)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks
-    # The results are the work of rank 0, which may take longer.
-    assert ranks[0].stdout.splitlines()[-1] == "2"
+    # The results are the work of rank 0, for which the other rank waits.
+    assert [rank.stdout.splitlines()[-1] for rank in ranks] == ["2", "2"]
+
+
+@pytest.mark.ranks
+def test_one_script_under_torchrun_may_train_twice(tmp_path):
+    """torchrun's store keeps the addresses of the first group, at which nobody answers any more."""
+    script = _ENDLESS.replace("epochs=3000", "epochs=1").replace("print(run)", "print(run.resume(epochs=2))")
+    done = torchrun(2, _script, script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("TrainedRun(runs/demo: 12 steps") == 2, "each rank sees the results of both trainings"
 
 
 def test_an_unfinished_run_says_in_one_line_what_is_the_matter(tmp_path):
@@ -299,7 +308,7 @@ def test_an_unfinished_run_says_in_one_line_what_is_the_matter(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for code, text in (
         (130, "interrupted after step 1,500; resume() continues it"),
-        (0, "rank 0 is writing the results of"),
+        (0, "not finished, last row of step 1,500"),
     ):
         run = megaclass.TrainedRun(tmp_path, code)
         assert not run.is_finished and run.numbers == {} and text in repr(run) and "\n" not in repr(run)

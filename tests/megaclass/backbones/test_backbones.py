@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megaclass.backbones import BACKBONES, build_backbone, check_backbone, recognise
+from megaclass.backbones import BACKBONES, OF_FEATURES, build_backbone, check_backbone, recognise
 from megaclass.errors import CheckpointError
 from megaclass_launch.errors import ConfigError
 
@@ -83,12 +83,19 @@ def test_rectangles_become_embeddings_where_16_divides_both_sides(name, size):
     [
         # Many more of the same layers.
         *(pytest.param(name, 112, marks=pytest.mark.soak) for name in ("iresnet200", "iresnet2060", "vit_h")),
-        *itertools.product(sorted({*BACKBONES} - {"iresnet200", "iresnet2060", "vit_h"}), [112]),
+        *itertools.product(sorted({*BACKBONES} - {"iresnet200", "iresnet2060", "vit_h", *OF_FEATURES}), [112]),
         *itertools.product(["iresnet18", "mbf", "mbf_large", "slim", "vit_t"], [32]),
     ],
 )
 def test_every_backbone_gives_embeddings_of_the_width_asked_for(name, size):
     assert on_meta(name, 64, size)(torch.empty(3, 3, size, size, device="meta")).shape == (3, 64)
+
+
+@pytest.mark.parametrize("name", OF_FEATURES)
+def test_backbones_of_features_give_embeddings_of_the_width_asked_for(name):
+    network = build_backbone(name, embedding_dim=24, image_size=(1, 24 if name == "none" else 10))
+    assert network(torch.zeros(3, 24 if name == "none" else 10)).shape == (3, 24)
+    assert recognise(network.state_dict(), "a file").name == name
 
 
 @pytest.mark.parametrize("name", [*[*BLOCKS][:-1], pytest.param("iresnet2060", marks=pytest.mark.soak)])

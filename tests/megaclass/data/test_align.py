@@ -62,6 +62,33 @@ def test_pixels_are_those_of_a_bilinear_warp_and_black_outside():
     assert np.abs(got - want).max() <= 10 and np.abs(got - want).mean() < 1.5
 
 
+# What SimilarityTransform().estimate of scikit-image 0.26 returned for float32 landmarks, onto the standard face.
+_OF_SCIKIT_IMAGE = [
+    (
+        [[81.68, 104.169], [143.662, 102.142], [106.641, 148.515], [97.767, 186.096], [140.313, 194.602]],
+        [0.4973603672285525, -0.013522260833502145, 1.3100039535714174],
+        [0.013522260833502145, 0.4973603672285525, -2.805024376741869],
+    ),
+    (
+        [[46.752, 53.458], [87.685, 67.857], [54.912, 81.683], [32.585, 98.869], [68.022, 108.166]],
+        [0.7941346346400573, 0.29177531876709023, -13.954162742862636],
+        [-0.29177531876709023, 0.7941346346400573, 23.696893509775663],
+    ),
+    (
+        [[80.231, 106.424], [147.686, 81.966], [108.958, 145.286], [85.421, 173.855], [139.377, 178.492]],
+        [0.4890779869335957, -0.02495779508168566, 4.510108160391923],
+        [0.02495779508168566, 0.4890779869335957, 1.9934038667825718],
+    ),
+]
+
+
+@pytest.mark.parametrize(("points", "first", "second"), _OF_SCIKIT_IMAGE)
+def test_float32_landmarks_give_the_matrix_of_scikit_image(points, first, second):
+    """InsightFace's matrices are made of float32 landmarks; those of float64 differ by about 1e-6."""
+    matrix = similarity_transform(np.array(points, dtype=np.float32), STANDARD_POINTS.astype(np.float32))
+    np.testing.assert_allclose(matrix, [first, second], rtol=2e-7, atol=1e-7)
+
+
 def test_crops_are_those_of_opencv_everywhere():
     """OpenCV is what InsightFace makes its crops with. Version 5 computes places exactly, so the versions differ by 7."""
     cv2 = pytest.importorskip("cv2", reason="pip install -e 'packages/megaclass[dev]' brings opencv-python-headless")
@@ -72,9 +99,9 @@ def test_crops_are_those_of_opencv_everywhere():
         photo = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         # Also faces of which a part, or everything, lies outside of the photo.
         points = STANDARD_POINTS * rng.uniform(0.2, 4) + rng.uniform(-100, 150, 2) + rng.normal(0, 4, (5, 2))
-        matrix = similarity_transform(points, STANDARD_POINTS)
+        matrix = similarity_transform(points.astype(np.float32), STANDARD_POINTS.astype(np.float32))
         want = cv2.warpAffine(photo, matrix, (112, 112), borderValue=0.0)
-        assert np.abs(align(photo, points, 112, where="a photo").astype(int) - want).max() <= 1
+        np.testing.assert_array_equal(align(photo, points, 112, where="a photo"), want)
 
 
 def test_an_aligned_photo_stays_as_it_is():

@@ -282,7 +282,7 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path):
     with pytest.raises(DataError, match=r"a\.rec and a\.idx, a\.idx missing.* verify --repair"):
         check_source(tmp_path / "two")
     (tmp_path / "x.zip").write_bytes(b"")
-    with pytest.raises(DataError, match=r"expected a folder, or a \.rec, \.txt or \.tar file"):
+    with pytest.raises(DataError, match=r"expected a folder, or a \.npy, \.safetensors, \.rec, \.txt or \.tar file"):
         check_source(tmp_path / "x.zip")
 
 
@@ -331,7 +331,7 @@ class NumpyFormat(SourceFormat):
 def test_a_format_from_outside_the_package_is_one_class_and_one_line(tmp_path):
     path = tmp_path / "pets.npz"
     np.savez(path, images=np.full((4, 16, 16, 3), [[[[7]]], [[[8]]], [[[9]]], [[[10]]]], np.uint8), labels=[0, 1, 1, 0])
-    with pytest.raises(DataError, match=r"expected a folder, or a \.rec, \.txt or \.tar file"):
+    with pytest.raises(DataError, match=r"expected a folder, or a \.npy, \.safetensors, \.rec, \.txt or \.tar file"):
         open_source(path)
     FORMATS.insert(0, NumpyFormat)
     try:

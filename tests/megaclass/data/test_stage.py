@@ -181,3 +181,28 @@ def test_what_lies_in_the_folder_beside_the_copy_is_removed(data, tmp_path):
     (folder / ".staged.json").write_text("{}")
     assert open_source(stage(str(data), tmp_path / "ram")).num_images == 12
     assert sorted(one.name for one in folder.iterdir()) == [".lock", copy.name]
+
+
+def _photos(folder, num_images=20):
+    for number in range(num_images):
+        file = folder / f"person {number % 4}" / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((16, 16, 3), number, dtype=np.uint8)).save(file)
+
+
+def test_a_link_that_leads_nowhere_is_left_out_counted_and_named(tmp_path, caplog):
+    _photos(tmp_path / "photos")
+    (tmp_path / "photos" / "person 1" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    staged = open_source(stage(str(tmp_path / "photos"), tmp_path / "ram"))
+    assert staged.num_images == 20
+    assert "gone.jpg: the link leads to a file that does not exist" in caplog.text
+    assert "1 of 21 images cannot be read and are left out" in caplog.text
+
+
+def test_a_large_share_of_dangling_links_is_an_error(tmp_path):
+    _photos(tmp_path / "photos")
+    for number in range(10):
+        (tmp_path / "photos" / "person 1" / f"gone-{number}.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    with pytest.raises(DataError, match=r"could not be read, more than the limit of this command = 0\.2 allows"):
+        stage(str(tmp_path / "photos"), tmp_path / "ram")
+    assert not list(tmp_path.glob("ram/*/0"))

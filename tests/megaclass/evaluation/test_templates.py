@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaclass.data.align import STANDARD_POINTS, align
+from megaclass.data.align import IJB_POINTS, STANDARD_POINTS, align
 from megaclass.errors import DataError
 from megaclass.evaluation.protocol import EvaluationSet, Evaluator
 from megaclass.evaluation.protocols.templates import evaluate_ijb, read_ijb, template_features
@@ -67,7 +67,7 @@ def _templates_word_for_word(ijb):
     ):
         from PIL import Image
 
-        pixels = align(np.asarray(Image.open(photo).convert("RGB")), points, _SIZE, where="x")
+        pixels = align(np.asarray(Image.open(photo).convert("RGB")), points, _SIZE, where="x", standard_52=IJB_POINTS)
         image = (torch.from_numpy(pixels.copy()).permute(2, 0, 1).double()[None] / 255 - 0.5) / 0.5
         feature = (model(image) + model(image.flip(3)))[0].numpy() * score
         templates.setdefault(template, {}).setdefault(medium, []).append(feature)

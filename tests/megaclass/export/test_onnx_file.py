@@ -10,7 +10,7 @@ import torch
 from tests.shared_folder import made_once
 from torch import nn
 
-from megaclass.backbones import BACKBONES
+from megaclass.backbones import BACKBONES, OF_FEATURES
 from megaclass.backbones.iresnet import IResNet
 from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.vit import VisionTransformer
@@ -235,7 +235,7 @@ def test_every_family_of_backbones_runs_in_onnxruntime_at_any_batch(run_ranks, t
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", sorted({*BACKBONES} - {*_HUGE}))
+@pytest.mark.parametrize("name", sorted({*BACKBONES} - {*_HUGE, *OF_FEATURES}))
 def test_every_backbone_runs_in_onnxruntime_at_any_batch(tmp_path, name):
     _assert_runs_in_onnxruntime(tmp_path, BACKBONES[name])
 

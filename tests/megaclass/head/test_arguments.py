@@ -14,7 +14,7 @@ from megaclass.head.margins import MARGINS
 
 def test_a_margin_may_be_named_and_its_numbers_may_be_positional():
     for name, (margin, _) in MARGINS.items():
-        assert PartialFC(8, 10, margin=name).margin == margin()
+        assert PartialFC(8, 10, margin=name, class_counts=torch.ones(10)).margin == margin()
     assert ArcFace(64, 0.5) == ArcFace(scale=64, margin=0.5)
     assert CosFace(30, 0.35) == CosFace(scale=30, margin=0.35)
     assert CombinedMargin(64, 1, 0.3, 0.2) == CombinedMargin(scale=64, multiplier=1, angle=0.3, cosine=0.2)

@@ -34,8 +34,8 @@ from megaclass import (
 from megaclass.config.read import load_config
 from megaclass.config.schema import HeadConfig
 from megaclass.errors import HeadError
+from megaclass.head import chunked
 from megaclass.head.counter_random import normals_from_bits, random_bits, stream_keys
-from megaclass.head.cpu import chunked
 from megaclass.head.margins import MARGINS
 from megaclass.head.sampling import sample_classes
 from megaclass.keyed_random import Stream

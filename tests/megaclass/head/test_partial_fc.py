@@ -397,7 +397,7 @@ def test_by_default_an_eighth_of_the_gpu_is_for_what_is_stored(monkeypatch):
 
 @pytest.mark.parametrize("stored_bytes", [0, 40_000], ids=["recompute", "some"])
 def test_what_is_stored_changes_memory_not_results(monkeypatch, stored_bytes):
-    from megaclass.head.cpu import chunked
+    from megaclass.head import chunked
 
     monkeypatch.setattr(chunked, "_CHUNK_BYTES", {"cpu": 1 << 12})
     monkeypatch.setattr(chunked, "_MIN_CHUNK", 16)

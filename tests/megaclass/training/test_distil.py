@@ -79,12 +79,12 @@ def test_the_loss_is_that_of_float64(teacher):
     cosine, relations = np.mean(1 - (want * have).sum(1)), np.mean((have @ have.T - want @ want.T) ** 2)
     for weights in ((3.0, 0.0), (0.0, 2.0), (1.5, 0.5)):
         settings = DistilConfig(teacher="t", cosine=weights[0], relations=weights[1])
-        loss = Distiller(settings, model, 16, FLOAT32).loss(inputs, np.arange(6), embeddings, 6)
+        loss = Distiller(settings, model, 16, FLOAT32).loss((inputs,), np.arange(6), embeddings, 6)
         assert loss.item() == pytest.approx(weights[0] * cosine + weights[1] * relations, rel=1e-5)
         (gradient,) = torch.autograd.grad(loss, embeddings)
         assert gradient.abs().max() > 0
     settings = DistilConfig(teacher="t", cosine=1.0)
-    parts = [Distiller(settings, model, 16, FLOAT32).loss(inputs[at], np.arange(6)[at], embeddings[at], 6).item()
+    parts = [Distiller(settings, model, 16, FLOAT32).loss((inputs[at],), np.arange(6)[at], embeddings[at], 6).item()
              for at in (slice(0, 2), slice(2, 6))]  # fmt: skip
     assert sum(parts) == pytest.approx(cosine, rel=1e-5)
     assert not any(parameter.requires_grad for parameter in model.network.parameters())

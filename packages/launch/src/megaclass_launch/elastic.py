@@ -283,7 +283,7 @@ class ElasticWorker:
     def when_broken(self, end_connections: Callable[[], None]) -> None:
         """Calls the function in a thread when a member of the current generation is gone, or has left it after a failure.
 
-        It ends with the generation. end_connections: see distributed/network/connection_watch.py:OwnConnections.
+        It ends with the generation. end_connections: see rendezvous/connection_watch.py:OwnConnections.
         """
         assert self.here is not None
         arguments = (self.here.token, end_connections)

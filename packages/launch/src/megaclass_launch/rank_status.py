@@ -39,9 +39,10 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
 PAGE_BYTES = 4096
 _FILE_NAME = "megaclass-status"
 _COUNTER = struct.Struct("<Q")
-# pid, thread id of the main thread, whether stacks can be asked for, step, operations done, time of the last progress,
-# seconds allowed from then on, step of the last checkpoint.
-_NUMBERS = struct.Struct("<QQQqQddq")
+_NUMBERS = struct.Struct("<QQ?qQddq")
+_NUMBER_NAMES = (
+    *("pid", "main_thread", "gives_stacks", "step", "num_done", "progress_at", "allowed_s", "checkpoint_step"),
+)
 _TEXTS = {
     "phase": (128, 64),
     "detail": (192, 768),
@@ -271,17 +272,9 @@ def own_status() -> OwnStatus:
 
 
 def _unpacked(memory: mmap.mmap) -> RankStatus:
-    numbers = _NUMBERS.unpack_from(memory, _COUNTER.size)
-    pid, main_thread, gives_stacks, step, num_done, progress_at, allowed_s, checkpoint_step = numbers
-    texts = {name: memory[start : start + size] for name, (start, size) in _TEXTS.items()}
-    return RankStatus(
-        pid=pid,
-        main_thread=main_thread,
-        gives_stacks=bool(gives_stacks),
-        step=step if pid else -1,
-        num_done=num_done,
-        progress_at=progress_at,
-        allowed_s=allowed_s,
-        checkpoint_step=checkpoint_step if pid else -1,
-        **{name: text.partition(b"\0")[0].decode(errors="replace") for name, text in texts.items()},
-    )
+    status = dict(zip(_NUMBER_NAMES, _NUMBERS.unpack_from(memory, _COUNTER.size), strict=True))
+    if not status["pid"]:
+        status |= {"step": -1, "checkpoint_step": -1}
+    for name, (start, size) in _TEXTS.items():
+        status[name] = memory[start : start + size].partition(b"\0")[0].decode(errors="replace")
+    return RankStatus(**status)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megaclass.api import Evaluation as Evaluation
     from megaclass.api import TrainedRun as TrainedRun
     from megaclass.api import evaluate as evaluate
+    from megaclass.api import fit as fit
     from megaclass.api import train as train
     from megaclass.head.margins import *  # noqa: F403
     from megaclass.head.partial_fc import PartialFC as PartialFC
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 # Resolved on first use: `megaclass run` must start without paying for torch.
 _PUBLIC = {
     "UserError": "megaclass_launch.errors",
-    **dict.fromkeys(("train", "evaluate", "TrainedRun", "Evaluation"), "megaclass.api"),
+    **dict.fromkeys(("train", "fit", "evaluate", "TrainedRun", "Evaluation"), "megaclass.api"),
     "load": "megaclass.inference",
     "PartialFC": "megaclass.head.partial_fc",
     **dict.fromkeys(("RowSGD", "RowAdamW", "RowAdagrad"), "megaclass.head.row_optimizers"),

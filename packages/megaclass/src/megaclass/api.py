@@ -20,10 +20,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaclass.backbones import check_backbone
+from megaclass.backbones import OF_FEATURES, check_backbone
 from megaclass.config.read import is_data, load_config, load_config_values, overrides_of, to_toml, value_given
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
+from megaclass.data.sources.features import write_features
+from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError, TrainError
 from megaclass.metrics_file import read_metrics, read_summary
 from megaclass.progress import bar_on_demand
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from megaclass.inference import LoadedModel
 
 _logger = logging.getLogger("megaclass.training")
-# Every backbone takes images of this size: the real size is checked when the data is open.
-_SMALLEST_SIZE = 16
 _INTERRUPTED = (EXIT_RESUME_ME, 130)
 _ROWS_POLL_S = 0.2
 
@@ -96,8 +96,8 @@ class TrainedRun:
     def __repr__(self) -> str:
         if not self.is_finished:
             steps = self.metrics[-1]["step"] if self.metrics else 0
-            state = "interrupted after" if self.exit_code else "rank 0 is writing the results of"
-            return f"TrainedRun({self.folder}: {state} step {steps:,}{'; resume() continues it' if self.exit_code else ''})"
+            state = "interrupted after" if self.exit_code else "not finished, last row of"
+            return f"TrainedRun({self.folder}: {state} step {steps:,}; resume() continues it)"
         numbers = self.numbers
         accuracy = numbers.get("verification_accuracy")
         shown = "" if accuracy is None else f", accuracy {accuracy:.1%}"
@@ -117,8 +117,7 @@ def train(
 ) -> TrainedRun:
     """Trains, evaluates and exports a model, as `megaclass train` does; returns the run.
 
-    Under a launcher every rank calls it. The results are the work of rank 0, so the other ranks may return before they are
-    written.
+    Under a launcher every rank calls it, and it returns on every rank once rank 0 has written the results.
 
     recipe: name of a recipe of the package, path of a TOML file, a Config, or a dict of sections. A folder of images, or None,
         chooses a recipe by the size of the data.
@@ -132,10 +131,8 @@ def train(
     callbacks: each is called on rank 0 with every row of metrics (a dict); the run ends there, with all its results, after
         a callback that returns True.
     """
-    if data is not None and not isinstance(data, Mapping):
-        settings = {"data": {"path": str(data)}, **settings}
-    elif data is not None:
-        settings = {"data": data, **settings}
+    if data is not None:
+        settings = {"data": data if isinstance(data, Mapping) else {"path": str(data)}, **settings}
     given = [*overrides, *(one for name, value in settings.items() for one in overrides_of(name, value))]
     mode = StartMode(
         resume="auto" if resume is True else str(resume) if resume else None,
@@ -150,12 +147,51 @@ def train(
             folder = held.enter_context(tempfile.TemporaryDirectory(prefix="megaclass-"))
             (Path(folder) / "config.toml").write_text(to_toml(recipe), encoding="utf-8")
             recipe = Path(folder) / "config.toml"
-        run = start_training(recipe, given, mode, callbacks)
+        run = start_training(recipe, given, mode, callbacks, waits_for_results=True)
     if run.exit_code not in (0, *_INTERRUPTED):
         raise TrainError(
             f"The run in {run.folder} has failed with exit code {run.exit_code}: its error is printed above."
         )
     return run
+
+
+def fit(
+    features: Any,
+    labels: Any = None,
+    *overrides: str,
+    run_dir: str | Path = "runs/fit",
+    backbone: str = "linear",
+    overwrite: bool = False,
+    **settings: Any,
+) -> "LoadedModel":
+    """Trains a classifier of features with the recipe `features`, and returns the model, which classifies and searches.
+
+    Everything else of the run, such as its report, is in `run_dir`.
+
+    features: path of a .npy or .safetensors file with labels, which is mapped into memory (docs/other-fields.md); or a matrix
+        (N, W), which is first written into the folder RUN_DIR-data: a matrix of more than half the memory is given as a file.
+    labels: integers or names (N,), or integers (N, K) for several labels per row with -1 after the last one; None for a file.
+    overrides: as for `train`, and so are overwrite and settings.
+    backbone: "linear", "mlp", or "none", with which the features themselves are compared with the class centres.
+    """
+    is_file = isinstance(features, str | Path)
+    if is_file != (labels is None):
+        raise DataError(
+            "fit() was given a file of features and labels: its labels are in the file, or in X.labels.npy next to X.npy."
+            if is_file
+            else "fit() was given features without labels: one per row is needed."
+        )
+    if not is_file:
+        if world_from_environment().size > 1:
+            raise DataError("fit() on several ranks takes the path of a file, which every rank opens, not a matrix.")
+        if not overwrite and not settings.get("resume"):
+            RunFolder(Path(run_dir)).check_free()
+        features = write_features(features, labels, Path(f"{run_dir}-data"))
+    given = [f"train.run_dir={run_dir}", f"backbone.name={backbone}"]
+    if backbone == "none":
+        given.append(f"backbone.embedding_dim={open_source(features).image_size[1]}")
+    chosen = choose_recipe(str(features))
+    return train(chosen.path, *chosen.overrides, *given, *overrides, overwrite=overwrite, **settings).model
 
 
 def start_training(
@@ -165,10 +201,12 @@ def start_training(
     callbacks: Sequence[Callback] = (),
     *,
     output: str = "normal",
+    waits_for_results: bool = False,
 ) -> TrainedRun:
     """Trains in this process, or starts local ranks and waits for them. `megaclass train` and `train` both call this.
 
     output: amount of messages of the ranks that are started.
+    waits_for_results: under a launcher every rank waits until rank 0 has written the results.
     """
     world = world_from_environment()
     recipe, overrides = resolve_recipe(recipe, overrides, mode)
@@ -184,10 +222,10 @@ def start_training(
     if world.starter != NO_STARTER:
         if world.size == 1 and config.train.nproc > 1:
             _logger.warning(_unused_nproc(config, world), extra={"sender": world.name()})
-        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks))
+        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks, waits_for_results))
     check_start(config, mode, mode.command)
     if config.train.nproc == 1:
-        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks))
+        return TrainedRun(run_dir, _train_here(config, world, mode, callbacks, False))
     if not is_linux():
         raise LaunchError(
             f"train.nproc is {config.train.nproc}, but several processes are started and watched on Linux only: set "
@@ -217,29 +255,31 @@ def resolve_recipe(recipe: str | Path | None, overrides: Sequence[str], mode: St
             "There is neither a recipe nor data: give the name of a recipe (megaclass recipes lists them), or a folder of "
             "images with one subfolder per identity: megaclass train photos/"
         )
-    run_dir = value_given(overrides, "train", "run_dir") or f"runs/{run_name(folder)}"
-    earlier = Path(run_dir) / "config.toml"
+    run_dir = value_given(overrides, "train", "run_dir")
+    earlier = Path(run_dir or f"runs/{run_name(folder)}") / "config.toml"
     if mode.resume is not None and earlier.is_file():
         # The settings with which it began, also if images have been added since.
         return earlier, overrides
-    chosen = choose_recipe(folder)
+    chosen = choose_recipe(folder, run_dir or "")
     if world_from_environment().is_main:
         _logger.info(chosen.reason)
     return chosen.path, [*chosen.overrides, *overrides]
 
 
-def _train_here(config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback]) -> int:
+def _train_here(
+    config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback], waits_for_results: bool
+) -> int:
     # Not at module level: a process that only starts ranks need not load what trains and evaluates.
     from megaclass.training.rank_main import train_as_rank
 
-    return train_as_rank(config, world, mode, callbacks)
+    return train_as_rank(config, world, mode, callbacks, waits_for_results=waits_for_results)
 
 
 def _check_settings(config: Config) -> None:
     """Builds what needs no data, for its errors: a typing mistake should not cost the start of the ranks."""
-    check_backbone(
-        config.backbone.name, config.data.size or (config.synth.size if config.synth.identities else _SMALLEST_SIZE)
-    )
+    name, size = config.backbone.name, config.data.size or (config.synth.size if config.synth.identities else None)
+    # Whether the data fits a backbone for features is known when it is open.
+    check_backbone(name, None if name in OF_FEATURES else size)
     build_margin(config.head)
     parse_augment(config.data.augment)
 
@@ -261,33 +301,28 @@ def _rows_of_ranks(run_dir: Path, callbacks: Sequence[Callback]) -> Iterator[Non
     begun, is_over, errors = time.time(), threading.Event(), list[BaseException]()
 
     def follow() -> None:
-        last, place = None, 0
-        while True:
-            # Once more after the end, for the last rows.
-            is_last = is_over.wait(_ROWS_POLL_S)
-            if last is None:
-                # The rows of an earlier run in this folder, or of an earlier start, do not count.
-                events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
-                last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
-            rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
-            for row in rows:
-                if last is not None and row["step"] > last:
-                    last = row["step"]
-                    asked = [callback(dict(row)) is True for callback in callbacks]
-                    if any(asked):
-                        RunFolder(run_dir).request_end()
-            if is_last:
-                return
-
-    def follow_and_keep_error() -> None:
+        last, place, is_last = None, 0, False
         try:
-            follow()
+            while not is_last:
+                # Once more after the end, for the last rows.
+                is_last = is_over.wait(_ROWS_POLL_S)
+                if last is None:
+                    # The rows of an earlier run in this folder, or of an earlier start, do not count.
+                    events = [event for event in read_events(run_dir)[0] if event["time"] >= begun]
+                    last = next((int(event["step"]) for event in events if event["event"] in ("start", "resume")), None)
+                rows, place = _rows_from(run_dir / "metrics.jsonl", place) if last is not None else ([], place)
+                for row in rows:
+                    if last is not None and row["step"] > last:
+                        last = row["step"]
+                        asked = [callback(dict(row)) is True for callback in callbacks]
+                        if any(asked):
+                            RunFolder(run_dir).request_end()
         except BaseException as error:
             errors.append(error)
             with contextlib.suppress(OSError):
                 RunFolder(run_dir).request_end()
 
-    thread = threading.Thread(target=follow_and_keep_error, name="megaclass-callbacks", daemon=True)
+    thread = threading.Thread(target=follow, name="megaclass-callbacks", daemon=True)
     thread.start()
     try:
         yield
@@ -360,6 +395,7 @@ def evaluate(
     fit: "Fit | None" = None,
     resize: bool = False,
     mirror: bool | None = None,
+    published_tpir: bool = False,
     batch_size: int = 64,
     threads: int = 2,
     device: str = "auto",
@@ -385,11 +421,11 @@ def evaluate(
     fit: how images of another size are fitted; None as in training.
     resize: stretch images of another size if the model does not state how to fit them.
     mirror: add the embedding of the mirrored image; None as in training.
+    published_tpir: IJB: TPIR with the threshold of InsightFace's ijb_evals.py, which lets one probe fewer pass.
     backbone: `package.module:Class` of your own, if the model is not a built-in one.
     nproc: number of processes to start on this machine, for a model that is a run folder or a file.
     on_result: called on rank 0 with each result as soon as it is there.
     """
-    from megaclass.data.sources.open_source import open_source
     from megaclass.distributed.agreement import on_every_rank
     from megaclass.evaluation.protocol import Evaluator
     from megaclass.evaluation.sets import evaluate_sets, sets_of_main_rank
@@ -420,7 +456,7 @@ def evaluate(
             "device": device,
             "backbone": backbone,
         }
-        flags = ["--resize"] * resize + ["--mirror"] * (mirror is True)
+        flags = ["--resize"] * resize + ["--mirror"] * (mirror is True) + ["--published-tpir"] * published_tpir
         return _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
     results: list[SetResult] = []
     with _messages(), process_group(world, device=device) as found:
@@ -438,6 +474,7 @@ def evaluate(
             num_threads=threads,
             fit=fit,
             mirror=mirror,
+            published_tpir=published_tpir,
             centres=lambda: loaded.class_shard(training_data),
         )
         for one in sets_of_main_rank(lambda: _sets(paths, labelled, *others), loaded.device):

@@ -107,7 +107,7 @@ def test_images_are_listed_by_row_on_every_supported_gpu(capability: int):
 def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: str):
     types = {
         "masses": "*fp64", "cosines": "*fp64", "is_image": "*i1", "numbers": "*fp64", "num_total": "*fp64",
-        "first_fault": "*i64", "log_totals": "*fp64", "slopes": "*fp64", "loss": "*fp32", "num_images": "i32",
+        "first_fault": "*i64", "mass_slopes": "*fp64", "slopes": "*fp64", "loss": "*fp32", "num_images": "i32",
     }  # fmt: skip
     constants = {"KIND": kind, "BLOCK": 512}
     assert compile_for(capability, triton_images.finish_losses, types, constants, num_warps=8).spilled_bytes == 0

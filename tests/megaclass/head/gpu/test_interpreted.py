@@ -434,7 +434,7 @@ def test_the_fused_kernel_says_why_it_cannot_run():
 @outside
 def test_without_a_gpu_the_fused_kernel_is_refused_by_name_and_left_out_by_auto():
     from megaclass import UserError
-    from megaclass.head.cpu import chunked
+    from megaclass.head import chunked
 
     with pytest.raises(UserError, match="needs a CUDA GPU, and the head is on cpu"):
         new_head("triton_fused")

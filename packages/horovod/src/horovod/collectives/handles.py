@@ -93,18 +93,22 @@ def enqueue(
     number = process_set.process_set_id
     if number != 0:
         _check_membership(kind, job, process_set)
-    for tensor in tensors:
-        check_tensor(kind, tensor)
     op, prescale, postscale, _, wire, keeps_error = reduction or _NO_REDUCTION
-    # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
-    inputs = [tensor.data for tensor in tensors]
+    inputs: list[Tensor] = []
+    dtypes: list[str] = []
+    shapes: list[torch.Size] = []
+    for tensor in tensors:
+        dtypes.append(check_tensor(kind, tensor))
+        shapes.append(tensor.shape)
+        # Use `.data`: as in Horovod, writing a result is not recorded by autograd.
+        inputs.append(tensor.data)
     # By position: terms_of() is a cache, and keyword arguments would make its keys slower. As floats: 1 and 1.0 are one key,
     # but their hashes for the other ranks would differ.
     terms = terms_of(
         kind,
         number,
-        tuple([DTYPES[tensor.dtype] for tensor in inputs]),
-        tuple([tensor.shape for tensor in inputs]),
+        tuple(dtypes),
+        tuple(shapes),
         op,
         root,
         float(prescale),
@@ -146,8 +150,8 @@ def group_of(tensors: Iterable[Tensor], if_empty: type[Exception] = IndexError) 
     return tensors
 
 
-def check_tensor(kind: str, tensor: Tensor) -> None:
-    """Raises ValueError, in Horovod's words, for a tensor that this kind of operation cannot take."""
+def check_tensor(kind: str, tensor: Tensor) -> str:
+    """Returns the name of the dtype; ValueError, in Horovod's words, if this kind of operation cannot take the tensor."""
     dtype = tensor.dtype
     if tensor.layout is not _STRIDED:
         raise ValueError(
@@ -158,6 +162,7 @@ def check_tensor(kind: str, tensor: Tensor) -> None:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
+    return DTYPES[dtype]
 
 
 def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:

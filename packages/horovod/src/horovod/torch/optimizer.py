@@ -1,16 +1,13 @@
 """DistributedOptimizer: combines gradients over ranks while backward is still running; step() applies them.
 
 The wrapped optimizer keeps its class name, state and hooks. Both share their param_groups, so a scheduler may be
-created for either. There are two kinds, with a common part: names of the reductions, hooks and the count of backward passes.
-
-    _DistributedOptimizer          combines gradients, by Average or Sum, before the wrapped optimizer steps
-    _DistributedAdasumOptimizer    lets every rank step and combines the changes of the weights by Adasum
-
-How a gradient gets through a step of the first kind:
+created for either. How a gradient gets through a step:
 
     backward computes it -> hook: _gradient_is_ready() -> after backward_passes_per_step passes: _submit()
     -> alone (first step), in a batch, or when its group is complete -> _reduce(): a handle
     step() or synchronize(): submits parameters that have none yet -> waits for all handles -> _store() writes the results
+
+_DistributedAdasumOptimizer lets every rank make its step first, and combines the changes of the weights.
 """
 
 import warnings
@@ -56,8 +53,8 @@ class Reduction:
     """For decompress(), one for each gradient; None if they arrive decompressed."""
 
 
-class DistributedBase:
-    """The common part of both distributed optimizers, mixed into a subclass of the wrapped optimizer's class.
+class _DistributedOptimizer:
+    """Combines gradients, mixed into a subclass of the wrapped optimizer's class.
 
     State per parameter: `_parameter_names` holds the name of its allreduce, `_allreduce_delay` the number of backward
     passes until that is submitted, `_hooks` its hook. `_handles` maps parameters, and groups of them as tuples, to open
@@ -67,7 +64,17 @@ class DistributedBase:
 
     param_groups: list[dict[str, Any]]
 
-    def _prepare(self, named_parameters: Any, compression: Any, backward_passes_per_step: int) -> None:
+    def _set_up(
+        self,
+        named_parameters: Any,
+        compression: Any,
+        backward_passes_per_step: int,
+        op: int,
+        gradient_predivide_factor: float,
+        groups: int | list[list[Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
         self._compression = compression
         names = checked_names(self.param_groups, named_parameters)
         self._parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in names}
@@ -78,6 +85,17 @@ class DistributedBase:
         self._requires_update: set[Tensor] = set()
         self._synchronized = False
         self._should_synchronize = True
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self._groups = checked_groups(groups)
+        self._is_reducing = bool(process_set.included()) and _basics.size() > 1
+        self._batches = GradientBatches(current.running().settings.fusion_threshold)
+        if self._is_reducing:
+            if self._groups is not None:
+                self._form_groups()
+            self._register_hooks()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         self.backward_passes_per_step = passes
@@ -107,7 +125,8 @@ class DistributedBase:
         return hook
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
-        reduction = self._handles.get(parameter) or self._handles.get(self._group_of(parameter))
+        group = tuple(self._batches.batch_of(parameter)) if self._groups is not None else ()
+        reduction = self._handles.get(parameter) or self._handles.get(group)
         # Its gradient is being reduced in place: adding to it now would corrupt the result.
         if reduction is not None and reduction.handle is not None and self._allreduce_delay[parameter] <= 0:
             raise AssertionError(_TOO_MANY_PASSES)
@@ -119,13 +138,6 @@ class DistributedBase:
         else:
             self._handles[parameter] = Reduction()
 
-    def _group_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Returns the group that the parameter is reduced with; empty if it is reduced under its own name."""
-        return ()
-
-    def _submit(self, parameter: Tensor) -> None:
-        raise NotImplementedError
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._handles:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)
@@ -134,60 +146,6 @@ class DistributedBase:
     def step_without_reduction(self) -> Any:
         """Makes the wrapped optimizer's step on this rank alone."""
         return super().step()  # type: ignore[misc]
-
-
-def checked_names(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[str, Tensor]]:
-    """Returns the name of each parameter, under which the ranks find each other's gradients."""
-    if named_parameters is None:
-        return [
-            (f"allreduce.noname.{i}.{j}", parameter)
-            for i, group in enumerate(param_groups)
-            for j, parameter in enumerate(group["params"])
-        ]
-    named = list(named_parameters)
-    if any(not isinstance(entry, tuple) for entry in named):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    names = [name for name, _ in named]
-    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if duplicates:
-        raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
-        )
-    known = {id(parameter) for _, parameter in named}
-    unnamed = [id(p) for group in param_groups for p in group["params"] if id(p) not in known]
-    if unnamed:
-        raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named. "
-            f"Python object ids: {', '.join(map(str, unnamed))}"
-        )
-    return named
-
-
-class _DistributedOptimizer(DistributedBase):
-    """Combines gradients by Average or Sum."""
-
-    def _set_up(
-        self,
-        op: int,
-        gradient_predivide_factor: float,
-        groups: int | list[list[Tensor]] | None,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self.op = op
-        self.gradient_predivide_factor = gradient_predivide_factor
-        self.sparse_as_dense = sparse_as_dense
-        self.process_set = process_set
-        self._groups = checked_groups(groups)
-        self._is_reducing = bool(process_set.included()) and _basics.size() > 1
-        self._batches = GradientBatches(current.running().settings.fusion_threshold)
-        if self._is_reducing:
-            if self._groups is not None:
-                self._form_groups()
-            self._register_hooks()
 
     def _form_groups(self) -> None:
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -207,9 +165,6 @@ class _DistributedOptimizer(DistributedBase):
             parts = [even_part(len(parameters), part, self._groups) for part in range(self._groups)]
             formed = [tuple(parameters[part.start : part.stop]) for part in parts]
         self._batches.fix([group for group in formed if group])
-
-    def _group_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._batches.batch_of(parameter)) if self._groups is not None else ()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._handles = {}
@@ -340,6 +295,36 @@ class _DistributedOptimizer(DistributedBase):
         return super().step(closure)  # type: ignore[misc]
 
 
+def checked_names(param_groups: list[dict[str, Any]], named_parameters: Any) -> list[tuple[str, Tensor]]:
+    """Returns the name of each parameter, under which the ranks find each other's gradients."""
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", parameter)
+            for i, group in enumerate(param_groups)
+            for j, parameter in enumerate(group["params"])
+        ]
+    named = list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    known = {id(parameter) for _, parameter in named}
+    unnamed = [id(p) for group in param_groups for p in group["params"] if id(p) not in known]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named. "
+            f"Python object ids: {', '.join(map(str, unnamed))}"
+        )
+    return named
+
+
 def checked_groups(groups: int | Sequence[Sequence[Tensor]] | None) -> Any:
     """Returns the groups as given; raises ValueError for anything else than Horovod accepts."""
     if groups is None:
@@ -357,11 +342,8 @@ def checked_groups(groups: int | Sequence[Sequence[Tensor]] | None) -> Any:
     return groups
 
 
-class _DistributedAdasumOptimizer(DistributedBase):
+class _DistributedAdasumOptimizer(_DistributedOptimizer):
     """Lets every rank make its own step and combines the changes of the weights by Adasum."""
-
-    def _set_up(self) -> None:
-        self._register_hooks()
 
     def _submit(self, parameter: Tensor) -> None:
         # There is nothing to send before this rank's own step.
@@ -431,7 +413,7 @@ def DistributedOptimizer(
     sparse_as_dense: converts sparse gradients to dense ones before the reduction.
     num_groups: deprecated name of groups.
     """
-    if isinstance(optimizer, DistributedBase):
+    if isinstance(optimizer, _DistributedOptimizer):
         raise TypeError(
             f"This {type(optimizer).__name__} is a DistributedOptimizer already: wrap the plain optimizer, once."
         )
@@ -448,11 +430,16 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(kind)
     # A scheduler replaces `step` on the instance it was created for; that must not hide the step of this class.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    wrapped._prepare(named_parameters, compression, backward_passes_per_step)
-    if is_adasum:
-        wrapped._set_up()
-    else:
-        wrapped._set_up(op, gradient_predivide_factor, groups, sparse_as_dense, process_set)
+    wrapped._set_up(
+        named_parameters,
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        None if is_adasum else groups,
+        sparse_as_dense,
+        process_set,
+    )
     return wrapped
 
 

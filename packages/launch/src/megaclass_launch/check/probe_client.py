@@ -13,6 +13,7 @@ from megaclass_launch.wire.checks import Check, ip_address, number, one_of, or_n
 from megaclass_launch.wire.protocol import MessageReader, ProtocolError, greeting
 
 _END_S = 0.5
+_RETRY_S = 0.02
 
 
 class ProbeClient(PipedProcess):
@@ -30,7 +31,10 @@ class ProbeClient(PipedProcess):
         # A probe that has ended may have said something before.
         self.send(dict(question))
         while not self._has_ended and (left_s := ends_at - time.monotonic()) > 0:
-            readable([self.stdout] if self.has_closed_stderr else [self.stdout, self.stderr], left_s)
+            # A question about very many hosts may not fit into the pipe at once.
+            wait_s = min(left_s, _RETRY_S) if self.has_unsent else left_s
+            readable([self.stdout] if self.has_closed_stderr else [self.stdout, self.stderr], wait_s)
+            self.write()
             self.read_stderr()
             if (answers := self.read()) is None:
                 self._has_ended = True

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -45,20 +46,11 @@ class Finding:
         assert (self.state in (FindingState.BAD, FindingState.DOUBTFUL)) == bool(self.advice), self
 
 
-def good(what: str, found: str) -> Finding:
-    return Finding(what=what, state=FindingState.GOOD, found=found)
+def _finding(state: FindingState, what: str, found: str, advice: str = "") -> Finding:
+    return Finding(what=what, state=state, found=found, advice=advice)
 
 
-def absent(what: str, found: str) -> Finding:
-    return Finding(what=what, state=FindingState.ABSENT, found=found)
-
-
-def doubtful(what: str, found: str, advice: str) -> Finding:
-    return Finding(what=what, state=FindingState.DOUBTFUL, found=found, advice=advice)
-
-
-def bad(what: str, found: str, advice: str) -> Finding:
-    return Finding(what=what, state=FindingState.BAD, found=found, advice=advice)
+good, absent, doubtful, bad = (partial(_finding, state) for state in FindingState)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

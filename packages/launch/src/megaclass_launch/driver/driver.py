@@ -15,7 +15,7 @@ An elastic job forms one generation after the other while it runs (generations.p
 one thread, in `JobRun.run`; only the Screen and the Discovery have threads of their own.
 
     event                              decision                                       orders
-    a message of an agent              `on_message`                         Tell, Open, Close, StopListening:
+    a message of an agent              `on_message`                                   Tell, Open, Close, StopListening:
     an agent is lost                   job_end.py                                     `_carry_out`
     a signal, time                     job_end.py, hang_watch.py
     after every event                  start.py:start_together, generations.py:advance
@@ -31,14 +31,11 @@ from functools import partial
 from megaclass_launch.driver import generations, job_end, start
 from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass_launch.driver.discovery import Discovery, Source, source_of
-from megaclass_launch.driver.generations import dismiss_agent
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import Close, JobState, Open, Order, StopListening, Tell, WorkerRecord
-from megaclass_launch.driver.job_end import ban, end, end_because_of_silence, lose, note_failure, resume
 from megaclass_launch.driver.outcome import NoRestartError, Outcome, StartResult, run_job, stopped_message
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.driver.ssh import SshSettings, agent_command
-from megaclass_launch.driver.start import greet
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import (
     EXIT_RESUME_ME,
@@ -358,7 +355,7 @@ def on_message(job: JobState, hang_watch: HangWatch, agent: AgentPipe, message: 
         _note_worker(job, agent, worker, message, payload)
     match message["say"]:
         case "hello":
-            if problem := greet(job, agent, message):
+            if problem := start.greet(job, agent, message):
                 _refuse(job, agent, problem)
         case "refuse":
             _refuse(job, agent, f"{agent.name}: {message['why']}")
@@ -430,9 +427,9 @@ def _note_exit(job: JobState, worker: WorkerRecord, pid: int, code: int) -> None
         job.is_finishing = job.is_elastic
         return
     if code == EXIT_RESUME_ME:
-        resume(job, worker.name)
+        job_end.resume(job, worker.name)
         return
-    if not job.is_elastic and end_because_of_silence(job, worker.name, code):
+    if not job.is_elastic and job_end.end_because_of_silence(job, worker.name, code):
         return
     # Exit code 2 is a mistake of the user's, which a restart would repeat.
     may_restart = is_worth_restarting(code) and not job.is_elastic
@@ -441,14 +438,14 @@ def _note_exit(job: JobState, worker: WorkerRecord, pid: int, code: int) -> None
     if _may_continue_without(job, code, is_member=is_member):
         num_left = len(job.ranks.members() if job.generation else job.ranks.staying())
         ended = f"{worker.name} (pid {pid}) ended with {how_it_ended(code)}"
-        job.messages.say(f"{ended}; {num_left} rank(s) continue. {ban(job, worker.host)}")
-        note_failure(job, outcome, report)
+        job.messages.say(f"{ended}; {num_left} rank(s) continue. {job_end.ban(job, worker.host)}")
+        job_end.note_failure(job, outcome, report)
         return
     # At once, before the other ranks print their own errors about the one that is gone.
     job.messages.say(job.ranks.headline_of(worker))
     if not job.is_elastic and job.restart < job.options.restarts and not may_restart:
         job.messages.say(f"exit code {code} means that something has to be fixed first: no restart.")
-    end(job, outcome, report=report)
+    job_end.end(job, outcome, report=report)
 
 
 def _may_continue_without(job: JobState, code: int, *, is_member: bool) -> bool:
@@ -461,16 +458,16 @@ def _may_continue_without(job: JobState, code: int, *, is_member: bool) -> bool:
 
 def _refuse(job: JobState, agent: AgentPipe, why: str) -> None:
     if job.is_elastic:
-        job.messages.say(f"{why.rstrip('.')}. {ban(job, agent.name)}")
-        note_failure(job, Outcome(exit_code=EXIT_USER_ERROR, may_restart=False), "")
-        dismiss_agent(job, agent)
+        job.messages.say(f"{why.rstrip('.')}. {job_end.ban(job, agent.name)}")
+        job_end.note_failure(job, Outcome(exit_code=EXIT_USER_ERROR, may_restart=False), "")
+        generations.dismiss_agent(job, agent)
     elif agent.state is PipeState.STARTING:
         # It has answered, so the start does not wait for it any longer.
         agent.state = PipeState.READY
         job.problems.append((agent.name, why))
     else:
         job.messages.say(why)
-        end(job, Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=(agent.name,)))
+        job_end.end(job, Outcome(exit_code=EXIT_USER_ERROR, failed_hosts=(agent.name,)))
 
 
 def _note_done(job: JobState, agent: AgentPipe) -> None:
@@ -478,6 +475,6 @@ def _note_done(job: JobState, agent: AgentPipe) -> None:
     left = job.ranks.on_host(agent.name) if is_in_use else []
     # A host that leaves without having reported its ranks' ends must not turn a failure into a success.
     if left and not job.is_ending:
-        lose(job, agent, f"says that it is done, but not how {left[0].name.partition(' on ')[0]} ended")
+        job_end.lose(job, agent, f"says that it is done, but not how {left[0].name.partition(' on ')[0]} ended")
     else:
         job.finish(agent)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ _log = logging.getLogger("megaclass.distributed")
 
 _HINT_S = 15.0
 _FAILED_RANK_FIRST_S = 1.0
+_groups_of_this_process = itertools.count()
 _is_left_by_error = False
 """True if the default group is one that an error has ended."""
 _WITHOUT_LOST_RANKS = {
@@ -318,9 +320,14 @@ def _store(world: World, timeout_s: float) -> "dist.Store":  # type: ignore[name
     if not world.is_main and world.size > 1:
         hint.start()
     try:
-        return make_store(world, timeout_s, waits_for_all=True)
+        store = make_store(world, timeout_s, waits_for_all=True)
     finally:
         hint.cancel()
+    if world.size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    # torchrun's store outlives groups and restarts of the ranks: gloo would connect to the addresses of an earlier group.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megaclass/{attempt}/{next(_groups_of_this_process)}", store)  # type: ignore[attr-defined]
 
 
 def _waiting_for_rank_0(world: World, timeout_s: float) -> str:

@@ -1,4 +1,4 @@
-"""Backbones: networks from images (B, 3, H, W) in [-1, 1] to embeddings (B, D), which are not normalised.
+"""Backbones: networks from images (B, 3, H, W) in [-1, 1], or features (B, W), to embeddings (B, D), not normalised.
 
 A new one is a file and a line in `BACKBONES`; with a static method `arguments_of` its state dicts are also recognised.
 """
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from megaclass.backbones.iresnet import IResNet
 from megaclass.backbones.mobilefacenet import MobileFaceNet
+from megaclass.backbones.rows import FeatureNet
 from megaclass.backbones.slim import SlimNet
 from megaclass.backbones.state_sizes import SizedBackbone
 from megaclass.backbones.timm_network import TIMM_PREFIX, TimmNetwork, check_timm_name, timm_size
 from megaclass.backbones.vit import VisionTransformer
 from megaclass.config.read import own_class
 from megaclass.errors import CheckpointError
-from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass.image_size import ImageSize, has_rows, height_and_width, shown_size
 from megaclass_launch.errors import ConfigError
 
 BACKBONES: dict[str, Callable[[int, ImageSize], nn.Module]] = {
@@ -36,11 +37,19 @@ BACKBONES: dict[str, Callable[[int, ImageSize], nn.Module]] = {
     "vit_b": partial(VisionTransformer, 512, 24),
     "vit_l": partial(VisionTransformer, 768, 24),
     "vit_h": partial(VisionTransformer, 1024, 48),
+    "none": partial(FeatureNet, "none"),
+    "linear": partial(FeatureNet, "linear"),
+    "mlp": partial(FeatureNet, "mlp"),
 }
+OF_FEATURES = ("none", "linear", "mlp")
+"""Those of the table that take features instead of images."""
 
 
-def check_backbone(name: str, image_size: ImageSize) -> None:
-    """Raises a ConfigError, before any process starts, for what `build_backbone` could not build."""
+def check_backbone(name: str, image_size: ImageSize | None) -> None:
+    """Raises a ConfigError, before any process starts, for what `build_backbone` could not build.
+
+    image_size: None if it is not known yet: then only the name is checked.
+    """
     if ":" in name:
         _own_backbone(name)
         return
@@ -51,7 +60,15 @@ def check_backbone(name: str, image_size: ImageSize) -> None:
         close = difflib.get_close_matches(name, BACKBONES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(BACKBONES)}."
         raise ConfigError(f"backbone.name is {name!r}, which is not known; {hint}")
-    if any(side % 16 for side in height_and_width(image_size)):
+    if image_size is None:
+        return
+    if (name in OF_FEATURES) != (height_and_width(image_size)[0] == 1):
+        needed = f"features: backbone.name={' or '.join(OF_FEATURES)}" if has_rows(image_size) else "images: iresnet50"
+        raise ConfigError(
+            f"backbone.name is {name}, but the data has samples of {shown_size(image_size)}. Choose a backbone for {needed}, "
+            f"or package.module:Class of your own."
+        )
+    if name not in OF_FEATURES and any(side % 16 for side in height_and_width(image_size)):
         raise ConfigError(
             f"Backbone {name} takes images whose sides are multiples of 16 pixels, not {shown_size(image_size)}: "
             f"set data.size={proposed_size(image_size)}."

@@ -54,7 +54,7 @@ def freeze(backbone: nn.Module, config: BackboneConfig) -> None:
             )
         for parameter in frozen:
             parameter.requires_grad = False
-    if not any(parameter.requires_grad for parameter in backbone.parameters()):
+    if config.freeze and not any(parameter.requires_grad for parameter in backbone.parameters()):
         raise ConfigError(
             f"backbone.freeze = {list(config.freeze)} leaves nothing of {config.name} to train: "
             f"leave at least its last layer out of the list."

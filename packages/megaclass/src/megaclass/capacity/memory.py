@@ -99,8 +99,8 @@ def _moments(job: PlannedJob, head: HeadCosts) -> dict[str, dict[str, int]]:
     """Returns the temporary bytes at the moments that may be the peak."""
     step = job.backbone().at(job.part_batch)
     kept = round(step.kept_for_backward())
-    backward = round(float(np.max(step.working[step.num_forward :])))
-    forward = round(float(np.max(step.working[: step.num_forward])))
+    backward = round(float(np.max(step.working[step.num_forward :], initial=0.0)))
+    forward = round(float(np.max(step.working[: step.num_forward], initial=0.0)))
     pool = _graph_pool(job, max(forward, backward))
     return {
         "drawing the first centres": {"logits": head.building - head.row_state},

@@ -93,7 +93,7 @@ class StepTime:
     launches: float
     """The host's time, in parallel with the device's."""
     exchange: float
-    """What the exchanges add."""
+    """Time that the exchanges add."""
 
     @property
     def total(self) -> float:

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from megaclass.image_size import has_rows, input_shape
+
 _DEVICE = "meta"
 # Batch norm and attention kernels have special cases for tiny batches; these are large enough to avoid them.
 _BATCHES = (8, 16)
@@ -108,13 +110,16 @@ def _trace_step(
     recorder = _Recorder()
     with recorder:
         # Images arrive as bytes, become floats, and stay until the first layer has its gradient.
-        pixels = torch.empty((batch, 3, *image_size), dtype=torch.uint8, device=_DEVICE)
-        images = pixels.to(torch.float32).to(memory_format=torch.channels_last)
+        dtype_given = torch.float32 if has_rows(image_size) else torch.uint8
+        pixels = torch.empty((batch, *input_shape(image_size)), dtype=dtype_given, device=_DEVICE)
+        images = pixels.to(torch.float32)
+        images = images if has_rows(image_size) else images.to(memory_format=torch.channels_last)
         with nullcontext() if dtype == torch.float32 else _AutocastOfGpu(dtype):
             embeddings = backbone(images)
         del pixels
         num_forward = len(recorder.operations)
-        embeddings.backward(torch.empty_like(embeddings))
+        if embeddings.requires_grad:
+            embeddings.backward(torch.empty_like(embeddings))
         del images, embeddings
     return recorder.operations, num_forward
 

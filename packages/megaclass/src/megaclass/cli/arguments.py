@@ -6,8 +6,8 @@
 
 kind: a name of KINDS, or choices (a|b). Behind it `!` for a required option, `+`, `*` or `?` for the number of values (an
 option with `+` may also be repeated), `=default`, which is added to the meaning, and after a blank the name of the value.
-`or` before a name: exactly one of these options must be given. `@name` stands for the line of that name in SHARED. A line
-that is indented further continues the meaning.
+`or` before a name: exactly one of these options must be given. `@name` stands for the line of that name in SHARED, and
+`{formats}` for the formats of an export. A line that is indented further continues the meaning.
 """
 
 import argparse

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.cli.arguments import add_commands
+from megaclass.cli.clean import CLEAN_COMMANDS, CLEANING
 from megaclass.errors import DataError
 from megaclass.progress import bar_on_demand
 from megaclass_launch.wire.checks import plain_lines
@@ -119,10 +120,24 @@ bench: measure images per second by stage: read, decode, collate, loader, augmen
 def add_data_commands(commands: "Commands") -> None:
     """Adds `data` and its subcommands to the parser's commands."""
     data = commands.add_parser("data", help="create, pack, inspect, verify and benchmark data sets")
-    functions = (_synth, _pack, _inspect, _verify, _shuffle, _split, _glyphs, _unpack, _pairs, _align, _stage, _bench)
+    functions = (
+        _synth,
+        _pack,
+        _inspect,
+        _verify,
+        _shuffle,
+        _split,
+        _glyphs,
+        _unpack,
+        _pairs,
+        _align,
+        _stage,
+        _bench,
+        *CLEANING,
+    )
     add_commands(
         data.add_subparsers(required=True, metavar="COMMAND"),
-        _COMMANDS,
+        f"{_COMMANDS}\n{CLEAN_COMMANDS}",
         {one.__name__.removeprefix("_"): partial(_run_and_print, one) for one in functions},
     )
 
@@ -130,10 +145,20 @@ def add_data_commands(commands: "Commands") -> None:
 def _run_and_print(
     run: Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]], options: argparse.Namespace, given: list[str]
 ) -> int:
+    command = run.__name__.removeprefix("_")
+    if command not in ("stage", "inspect"):
+        _refuse_features(command, str(getattr(options, "path", "")))
     code, result, text = run(options)
     # The text quotes names of files and folders, which may contain escape sequences; JSON escapes them itself.
     print(json.dumps(result, indent=1) if options.json else plain_lines(text))
     return code
+
+
+def _refuse_features(command: str, path: str) -> None:
+    from megaclass.data.sources.features import FeatureFormat
+
+    if FeatureFormat.matches(path):
+        raise DataError(f"megaclass data {command} is for images, but {path} is a file of features.")
 
 
 def _synth(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from megaclass import __version__
 from megaclass.cli.data import add_data_commands
-from megaclass.cli.evaluate import add_evaluate_commands
 from megaclass.cli.hints import Parser, settings_for_options
 from megaclass.cli.models import add_model_commands
 from megaclass.cli.plan import add_plan_command
@@ -139,7 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     add_check_command(commands)
     bench = commands.add_parser("bench", help="measure collectives")
     add_allreduce_command(bench.add_subparsers(required=True, metavar="COMMAND"))
-    add_evaluate_commands(commands)
     add_model_commands(commands)
     add_data_commands(commands)
     add_output_options(parser)

@@ -1,18 +1,62 @@
-"""`megaclass classify`, `add-classes`, `search` and `push`."""
+"""The commands about a trained model: evaluate, report, export, embed, classify, add-classes, search and push."""
 
 import argparse
 import json
 import logging
+import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaclass.cli.arguments import add_commands, writing
-from megaclass.cli.hints import Commands
 from megaclass_launch.errors import ConfigError
 from megaclass_launch.wire.checks import plain_text
 
+if TYPE_CHECKING:
+    from megaclass.cli.hints import Commands
+    from megaclass.evaluation.protocol import SetResult
+
 _logger = logging.getLogger("megaclass.cli")
 _COMMANDS = """
+evaluate: evaluate a model: classification, verification, templates, identification, retrieval
+    Evaluates a model: megaclass evaluate runs/demo --on datasets/ms1m lfw.bin IJBC
+  @model
+  --on             path+ SET   .bin, pairs list, IJB folder, or folder of .bin files
+  --classify       path+ DATA  labelled images to classify, as for data.path: a folder per class, .rec or tar files
+  --gallery        path        what is searched: a folder of identities, a list .txt, or embeddings .npy
+  --probes         path        people to search for: a folder of identities, or embeddings .npy
+  --queries        path        images to retrieve the gallery's entries of the same identity for: a folder of identities, a
+                list .txt, or embeddings .npy
+  --distractors    path        distractors of MegaFace: images, embeddings .npy or its feature files
+  --training-data  text PATH   training data of the model, as for data.path: counts the images of each .bin file that it
+                contains, and gives the accuracy of --classify by the number of training images
+  --published-tpir  flag       IJB: TPIR with the threshold of InsightFace's ijb_evals.py, which lets one probe fewer pass
+  --out            path        folder for evaluation.json (default: the run folder, if MODEL is one)
+  @json @backbone @fit @resize @mirror @batch-size @threads @device @nproc
+
+report: write an HTML page about one or several runs
+    Writes an HTML page about one or several runs: megaclass report runs/a runs/b
+  runs      path+ RUN     run folder, or a folder written by evaluate --out
+  --out     path          page to write (default: report.html in the run; for several runs, A-and-B.html next to the first)
+  --device  cpu|cuda=cpu  device for comparing class centres
+
+export: write a folder with the model, config.json and a model card
+    Writes a folder with the model, config.json and a model card: megaclass export runs/demo --to onnx
+  model      path RUN    run folder, or a model file
+  --to       {formats}!  format of the model
+  --out      path        folder to write (default: RUN/export/FORMAT)
+  --detector  path FILE.onnx  with --to insightface: write a model pack for FaceAnalysis, with this face detector
+  @licence @backbone
+
+embed: embed a folder of images; resumes after an interruption
+    Embeds a folder of images: megaclass embed runs/demo photos/ --out photos.npy. Run again after an interruption, it
+        continues where it was.
+  @model
+  folder  path   folder of images, including subfolders
+  --out   path!  embeddings.npy; the paths are written to a .txt file next to it
+  @backbone @fit @resize @mirror @batch-size @threads @device @nproc
+
 classify: say of which class images are
     Names the closest classes of each image: megaclass classify runs/demo photos/ image.jpg --top 3
   @model
@@ -51,10 +95,135 @@ push: publish a model on the Hugging Face Hub, with a model card
 """
 
 
-def add_model_commands(commands: Commands) -> None:
-    """Adds the four commands to the parser's commands."""
-    functions = {"classify": _classify, "add-classes": _add_classes, "search": _search, "push": _push}
+def add_model_commands(commands: "Commands") -> None:
+    """Adds the eight commands to the parser's commands."""
+    functions = {"evaluate": _evaluate, "report": _report, "export": _export, "embed": _embed}
+    functions |= {"classify": _classify, "add-classes": _add_classes, "search": _search, "push": _push}
     add_commands(commands, _COMMANDS, functions)
+
+
+_GIVEN = (
+    *("classify", "gallery", "probes", "queries", "distractors", "training_data", "out", "fit", "resize", "mirror"),
+    *("batch_size", "threads", "device", "backbone", "published_tpir"),
+)
+"""Options of the command that are arguments of `megaclass.evaluate`."""
+
+
+def _evaluate(options: argparse.Namespace, given: list[str]) -> int:
+    if _starts_ranks(options):
+        return _on_own_ranks(options, given)
+    from megaclass.api import Evaluation, evaluate
+
+    results: list[SetResult] = []
+
+    def show(result: "SetResult") -> None:
+        results.append(result)
+        if not options.json:
+            print_result(result)
+
+    try:
+        found = evaluate(options.model, options.on, on_result=show, **{name: vars(options)[name] for name in _GIVEN})
+    finally:
+        # On rank 0, also if they cannot be written.
+        if options.json and results:
+            print(json.dumps(Evaluation(results).numbers, indent=1), flush=True)
+    return 2 if any(result.error is not None for result in found.results) else 0
+
+
+def print_result(result: "SetResult") -> None:
+    """Prints a few lines of numbers, or the reason why there are none."""
+    from megaclass.evaluation.results import headline, result_lines
+
+    print(f"{result.name:16} {headline(result)}", flush=True)
+    for line in result_lines(result):
+        print(f"{'':16} {line}", flush=True)
+
+
+def _report(options: argparse.Namespace, given: list[str]) -> int:
+    import torch
+
+    from megaclass.evaluation.report.from_runs import report_of_runs
+    from megaclass.evaluation.report.page import write_report
+
+    out = options.out or _place_of_report(options.runs)
+    report = report_of_runs(options.runs, device=torch.device(options.device))
+    with writing(out):
+        write_report(out, report)
+    print(out)
+    return 0
+
+
+def _place_of_report(runs: list[Path]) -> Path:
+    """Returns where the report goes: into a single run, or next to the first of several, whose own reports stay."""
+    if len(runs) == 1:
+        return runs[0] / "report.html"
+    first, *others = (run.resolve() for run in runs)
+    rest = others[0].name if len(others) == 1 else f"{len(others)}-others"
+    return first.parent / f"{first.name}-and-{rest}.html"
+
+
+def _export(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.export.run_export import export_model
+
+    if not options.model.exists() and not str(options.model).startswith("hf:"):
+        raise ConfigError(f"There is no model at {options.model}: expected a run folder or a model file.")
+    if options.out is None and not options.model.is_dir():
+        raise ConfigError(f"{options.model} is not a run folder: name the folder to write with --out FOLDER.")
+    out = options.out or options.model / "export" / options.to
+    with writing(out):
+        more = {"licence": options.licence, "backbone": options.backbone, "detector": options.detector}
+        print(export_model(options.model, options.to, out, **more))
+    return 0
+
+
+def _embed(options: argparse.Namespace, given: list[str]) -> int:
+    if _starts_ranks(options):
+        return _on_own_ranks(options, given)
+    from megaclass.distributed.agreement import on_every_rank
+    from megaclass.inference import load
+    from megaclass.inference.embed_folder import embed_folder
+    from megaclass.progress import bar_on_demand
+    from megaclass_launch.ranks.process_group import process_group
+    from megaclass_launch.world import world_from_environment
+
+    world = world_from_environment()
+    with process_group(world, device=options.device) as device:
+        model = on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device)
+        fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
+        with bar_on_demand("embedding") if world.is_main else nullcontext() as on_progress:
+            embedded = embed_folder(
+                model,
+                options.folder,
+                options.out,
+                fit=fit,
+                mirror=mirror,
+                batch_size=options.batch_size,
+                num_threads=options.threads,
+                on_progress=on_progress,
+            )
+        if world.is_main:
+            text = f"{options.out}: {embedded.num_embedded:,} × {model.embedding_dim}"
+            text += f", paths in {options.out.with_suffix('.txt')}"
+            if embedded.num_bad:
+                text += f"; {embedded.num_bad:,} could not be read: {options.out.with_suffix('.bad.txt')}"
+            print(text)
+    return 0
+
+
+def _starts_ranks(options: argparse.Namespace) -> bool:
+    """Tells whether this process is to start those of --nproc: no launcher has started it as one of several."""
+    from megaclass_launch.world import NO_STARTER, world_from_environment
+
+    for name in ("batch_size", "threads", "nproc"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    return options.nproc > 1 and world_from_environment().starter == NO_STARTER
+
+
+def _on_own_ranks(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass_launch.launchers.local import run_local
+
+    return run_local([sys.executable, "-P", "-m", "megaclass", *given], options.nproc)
 
 
 def _classify(options: argparse.Namespace, given: list[str]) -> int:

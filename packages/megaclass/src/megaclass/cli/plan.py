@@ -39,8 +39,9 @@ def _plan(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.capacity.plan import make_plan, plan_text
     from megaclass.config.read import load_config
     from megaclass.data.sources.open_source import open_source
+    from megaclass.data.sources.source import TensorSource
     from megaclass.data.tools.bench import read_and_decode_rate
-    from megaclass.image_size import height_and_width
+    from megaclass.image_size import height_and_width, is_sequence
 
     config = load_config(options.recipe, options.settings)
     gpu, synth = gpu_named(options.gpu), config.synth
@@ -51,8 +52,10 @@ def _plan(options: argparse.Namespace, given: list[str]) -> int:
         source = open_source(config.data.path)
         num_classes, num_images = num_classes or source.num_classes, num_images or source.num_images
         image_size = height_and_width(size) if size else source.image_size
-        # Measured with one thread of this machine.
-        decode_rate = read_and_decode_rate(source, seconds=_DECODE_S)
+        if is_sequence(source.image_size):
+            raise UserError(f"No plan can be made for sequences, whose lengths decide the memory: {source.describe()}.")
+        # Measured with one thread of this machine; features need no decoding.
+        decode_rate = None if isinstance(source, TensorSource) else read_and_decode_rate(source, seconds=_DECODE_S)
     except DataError:
         # It is not on this machine, or not drawn yet.
         if synth.identities:

@@ -370,8 +370,8 @@ def recipe_path(given: Path) -> Path:
 
 
 def is_data(given: Path) -> bool:
-    """Tells whether what stands in place of a recipe is a folder or a file of images."""
-    return given.is_dir() or (given.is_file() and given.suffix in (".tar", ".rec"))
+    """Tells whether what stands in place of a recipe is a folder or a file of images, or a file of features."""
+    return given.is_dir() or (given.is_file() and given.suffix in (".tar", ".rec", ".npy", ".safetensors"))
 
 
 def recipe_names() -> list[str]:

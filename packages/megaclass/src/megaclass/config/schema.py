@@ -86,7 +86,7 @@ class DataConfig(_Section):
     """Training images."""
 
     path: str = field(metadata=MAY_CHANGE)
-    """Folder with train.rec, label.txt, tar shards or folders of identities (several: with commas); synthetic:C[xN]; debug."""
+    """Folder with train.rec, label.txt, tar shards or folders of identities (several: A,B); synthetic:C[xN]; debug; X.npy."""
     size: int | tuple[int, int] = 0
     """Input size of the model in pixels: one number for squares, or [height, width]; 0 uses the size of the first image."""
     fit: Literal["pad", "crop", "squash"] = "squash"
@@ -128,7 +128,7 @@ class BackboneConfig(_Section):
     """The network that computes embeddings of images."""
 
     name: str = "iresnet50"
-    """slim (for CPUs), iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t to vit_h, timm/NAME, or module:Class."""
+    """slim, iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t to vit_h; none, linear, mlp; timm/NAME; own:Class."""
     embedding_dim: int = field(default=512, metadata=within("in [2, 65536]"))
     """Number of dimensions of an embedding."""
     pretrained: str = field(default="", metadata=MAY_CHANGE)
@@ -156,7 +156,8 @@ class HeadConfig(_Section):
     """The classification layer, whose class centres are split over all ranks. The number of classes comes from the data."""
 
     margin: str = "arcface"
-    """Margin: softmax, arcface, cosface, combined, adaface, magface, curricularface, elasticface, or package.module:Class."""
+    """Margin: softmax, arcface, cosface, combined, adaface, magface, curricularface, elasticface, dynamic, intertopk, \
+uniface, sphereface2, or package.module:Class."""
     scale: float = field(default=64.0, metadata=within("in (0, 300]"))
     """Factor by which cosines are multiplied before the softmax."""
     margin_size: float | None = None
@@ -167,10 +168,17 @@ class HeadConfig(_Section):
     """m2 in cos(m1 * angle + m2) - m3, in radians, for the margin combined; unset means 0."""
     m3: float | None = field(default=None, metadata=within("in [0, 2]"))
     """m3 in cos(m1 * angle + m2) - m3, for the margin combined; unset means 0."""
+    margin_options: tuple[tuple[str, float], ...] = ()
+    """Further numbers of the margin by name, for example [["exponent", 0.25], ["offset", 0.05]] for the margin dynamic."""
+    margin_schedule: tuple[tuple[int, float], ...] = ()
+    """Share of the margin by step, linear in between: [[0, 0.0], [2000, 1.0]] is a warm-up; empty: the whole margin."""
     gradient: Literal["exact", "straight-through"] = "exact"
     """Derivative of arcface and combined: exact, or straight-through (the constant head.scale), as in InsightFace."""
     sample_rate: float | tuple[tuple[int, float], ...] = 1.0
     """Fraction of the negative classes used per step, 1.0 for the full softmax; or a schedule [[first step, rate], ...]."""
+    negatives: Literal["uniform", "frequencies", "in-batch"] = "uniform"
+    """How negatives are drawn: uniform, in proportion to the images of a class, or uniform with the batch's classes counted \
+as drawn; the last two correct the loss for it (logQ)."""
     sample_positives: bool = False
     """Count the positives in head.sample_rate, as InsightFace does: that fraction of all classes is used per step."""
     optimizer: Literal["auto", "sgd", "adamw", "adagrad"] = "auto"
@@ -187,6 +195,16 @@ class HeadConfig(_Section):
     """Data type in which class centres are stored."""
     stored_gib: float | None = field(default=None, metadata=MAY_CHANGE | within("0 or more"))
     """GiB per rank for exponentials kept for the backward pass, the rest is recomputed; unset: an eighth of the memory."""
+    loss: Literal["softmax", "decoupled", "sigmoid"] | None = None
+    """Loss; unset: sigmoid for the margins uniface and sphereface2, otherwise softmax."""
+    max_labels: int = field(default=1, metadata=within("in [1, 4096]"))
+    """Largest number of labels of an image."""
+    label_smoothing: float = field(default=0.0, metadata=within("in [0, 1)"))
+    """Share of an image's weight that is spread evenly over all classes that are used in the step."""
+    similarity: Literal["cosine", "inner"] = "cosine"
+    """Comparison of an image with a class centre: by the cosine, or by the inner product."""
+    temperature: float | None = field(default=None, metadata=within("above 0"))
+    """Number by which similarities are divided before the softmax; unset: 1 / head.scale. inner needs it."""
     kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
@@ -207,6 +225,14 @@ class HeadConfig(_Section):
         self.require("margin_size", is_named_once, "unset if head.m2 is set: both are the angle of the margin combined")
         has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
         self.require("gradient", has_choice, f"exact for the margin {self.margin}, which has no other derivative")
+        is_inner = self.similarity == "inner"
+        self.require("temperature", not is_inner or self.temperature is not None, "set for inner: 1 is usual")
+        fits = not is_inner or self.margin in ("softmax", "cosface") or ":" in self.margin
+        self.require("margin", fits, "softmax or cosface if head.similarity is inner")
+        steps = [step for step, _ in self.margin_schedule]
+        is_rising = steps[:1] in ([], [0]) and all(a < b for a, b in itertools.pairwise(steps))
+        needed = "a list of increasing steps that starts at 0, each with a share of the margin"
+        self.require("margin_schedule", is_rising, needed, list(map(list, self.margin_schedule)))
         schedule = self.sample_rate if isinstance(self.sample_rate, tuple) else ((0, self.sample_rate),)
         for _, rate in schedule:
             self.require("sample_rate", 0 <= rate <= 1, "in [0, 1]: 1.0 = all classes, 0 = positives only", rate)
@@ -403,6 +429,8 @@ class Config:
         is_own = ":" in layers.name or layers.name.startswith("timm/")
         return (
             setting != "off"
+            # Too small to gain anything, or without parameters.
+            and layers.name not in ("none", "linear", "mlp")
             and (setting == "on" or not is_own)
             and self.train.accumulate == 1
             and layers.batch_norm == "local"

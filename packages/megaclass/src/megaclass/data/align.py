@@ -3,6 +3,8 @@
 The crops equal those of InsightFace's norm_crop and of OpenCV's warpAffine.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,45 +16,51 @@ Floats = NDArray[np.float64]
 STANDARD_POINTS = np.array(
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
-_STANDARD_SIZE = 112
+# InsightFace's IJB scripts add 8 in float32 to points for pictures 96 pixels wide, which rounds the last one differently.
+IJB_POINTS = np.array([*STANDARD_POINTS[:4], [70.729904, 92.2041]])
+# In pictures whose side is a multiple of 128, norm_crop leaves a margin of 8 of 128 pixels at the left and the right.
+_STANDARD_SIZE, _WIDE_SIZE, _MARGIN = 112, 128, 8
 
 
-def standard_points(image_size: int) -> Floats:
-    """Returns where the landmarks belong in a picture of this size, as InsightFace's norm_crop places them.
-
-    A multiple of 128 that is not one of 112 has a margin at the left and the right: 8 of 128 pixels each.
-    """
-    if image_size % 112 and image_size % 128 == 0:
-        scale, margin = image_size / 128, 8.0
-    else:
-        scale, margin = image_size / _STANDARD_SIZE, 0.0
-    points_52: Floats = (STANDARD_POINTS + np.array([margin, 0.0])) * scale
-    return points_52
-
-
-def similarity_transform(points_N2: Floats, targets_N2: Floats) -> Floats:
+def similarity_transform(points_N2: NDArray[Any], targets_N2: NDArray[Any]) -> Floats:
     """Returns the (2, 3) matrix of the rotation, scale and shift that bring the points closest to the targets.
 
     Least squares without mirroring, in Umeyama's closed form: the singular value decomposition of the covariance gives the
-    rotation.
+    rotation. The order of operations and, for float32, their precision are those of scikit-image's SimilarityTransform.
     """
     mean, target_mean = points_N2.mean(axis=0), targets_N2.mean(axis=0)
     centred, target_centred = points_N2 - mean, targets_N2 - target_mean
-    left, spread, right = np.linalg.svd(target_centred.T @ centred)
+    left, spread, right = np.linalg.svd(target_centred.T @ centred / len(points_N2))
     # Without this factor the best fit to crossed landmarks could be a mirror image.
     signs = np.array([1.0, np.sign(np.linalg.det(left) * np.linalg.det(right))])
     rotation = left @ np.diag(signs) @ right
-    scale = (spread * signs).sum() / np.square(centred).sum()
-    return np.column_stack([scale * rotation, target_mean - scale * rotation @ mean])
+    scale = 1.0 / centred.var(axis=0).sum() * (spread @ signs)
+    return np.column_stack([scale * rotation, target_mean - scale * (rotation @ mean)])
 
 
-def align(photo_HW3: NDArray[np.uint8], points_52: Floats, image_size: int, *, where: str) -> NDArray[np.uint8]:
-    """Returns the aligned face (S, S, 3): bilinear, black outside the photo. where: names the photo in errors."""
+def align(
+    photo_HW3: NDArray[np.uint8],
+    points_52: Floats,
+    image_size: int,
+    *,
+    where: str,
+    standard_52: Floats = STANDARD_POINTS,
+) -> NDArray[np.uint8]:
+    """Returns the aligned face (S, S, 3): bilinear, black outside the photo.
+
+    where: names the photo in errors.
+    standard_52: where the landmarks belong in a picture of 112 x 112.
+    """
     if not np.isfinite(points_52).all() or np.ptp(points_52, axis=0).max() == 0:
         raise DataError(
             f"The five landmarks of {where} are {points_52.tolist()}: they must be finite and must not all be one point."
         )
-    matrix_23 = similarity_transform(points_52, standard_points(image_size))
+    # InsightFace's landmarks are float32. In float64 one place in 2,000 is rounded to another 1/32 of a pixel.
+    is_wide = image_size % _STANDARD_SIZE != 0 and image_size % _WIDE_SIZE == 0
+    ratio = np.float32(image_size / (_WIDE_SIZE if is_wide else _STANDARD_SIZE))
+    targets_52 = standard_52.astype(np.float32) * ratio
+    targets_52[:, 0] += np.float32(_MARGIN if is_wide else 0) * ratio
+    matrix_23 = similarity_transform(points_52.astype(np.float32), targets_52)
     return warp_affine(photo_HW3, matrix_23, image_size)
 
 

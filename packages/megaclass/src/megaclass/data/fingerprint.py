@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, first_labels
 from megaclass.errors import DataError
 
 _NUM_IMAGES = 64
@@ -61,8 +61,9 @@ def foreign_class(saved: DataFingerprint, source: ImageSource) -> int | None:
 def _images_of(source: ImageSource, labels: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
     """Returns the indices of the images of these classes, in order; classes without images are left out."""
     # np.isin builds a table of all classes only if there are enough images for them: a file may claim any number.
-    found = np.flatnonzero(np.isin(source.labels, labels))
-    found_labels = source.labels[found]
+    own_labels = first_labels(source)
+    found = np.flatnonzero(np.isin(own_labels, labels))
+    found_labels = own_labels[found]
     images = {int(label): found[found_labels == label] for label in labels}
     return {label: numbers for label, numbers in images.items() if len(numbers)}
 

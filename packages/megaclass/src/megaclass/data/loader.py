@@ -20,17 +20,19 @@ from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings, start_f
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.order import Order, rank_batch
 from megaclass.data.ordered_map import ordered_map
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.data.sources.tensors import collated
 from megaclass.errors import DataError
+from megaclass.image_size import is_sequence
 from megaclass.keyed_random import combine64
 from megaclass_launch.ranks.reused_memory import ReusedMemory
 
 _log = logging.getLogger("megaclass.data")
 
 _MIRROR_SALT = 0x6D6972726F72
-# Images that are decoded at once if all of them are kept on the device, and the largest share of its free memory that they
-# may take: the model, its activations and the head need the rest.
-_BLOCK_IMAGES = 512
+# Images, or rows of features, that are read at once if all of them are kept on the device, and the largest share of its free
+# memory that they may take: the model, its activations and the head need the rest.
+_BLOCK_IMAGES, _BLOCK_ROWS = 512, 1 << 16
 _LARGEST_SHARE = 0.7
 
 
@@ -39,16 +41,19 @@ class Batch:
     """This rank's images of one step."""
 
     images: torch.Tensor
-    """uint8 (B, 3, H, W), RGB, in the channels-last layout that decoders write and backbones read."""
+    """uint8 (B, 3, H, W), RGB, in the channels-last layout that decoders write and backbones read; or, of a TensorSource,
+    features (B, W) or padded sequences (B, T, ...)."""
     labels: torch.Tensor
-    """int64 (B,)."""
+    """int64 (B,); (B, K) if samples have several labels."""
     indices: NDArray[np.int64]
     """Indices of these images in the source (B,)."""
     epoch: int
     step: int
     """Counts from 0 within the epoch."""
-    treatment: Treatment = field(default_factory=lambda: Treatment())
-    """Changes to the pixels that are left to the training device."""
+    treatment: Treatment | None = field(default_factory=lambda: Treatment())
+    """Changes to the pixels that are left to the training device; None for features and sequences, which have no pixels."""
+    lengths: torch.Tensor | None = None
+    """int64 (B,), the lengths of sequences before they were padded."""
     index_tensor: torch.Tensor | None = None
     """The indices where the images are, if they are there already."""
 
@@ -57,10 +62,30 @@ class Batch:
         indices = torch.from_numpy(self.indices) if self.index_tensor is None else self.index_tensor
         return indices.to(device, non_blocking=True)
 
+    def inputs(self, device: torch.device, rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
+        """Returns the arguments of the backbone: images, features, or padded sequences and their lengths."""
+        if self.treatment is not None:
+            return (self.prepared(device, rows),)
+        numbers = self.images[rows].to(device, non_blocking=True)
+        numbers = numbers.float() if numbers.is_floating_point() else numbers
+        return (numbers,) if self.lengths is None else (numbers, self.lengths[rows].to(device, non_blocking=True))
+
+    def only(self, is_wanted_B: torch.Tensor) -> Batch:
+        """Returns these images of the batch, without mirroring and augmentation."""
+        return replace(
+            self,
+            images=self.images[is_wanted_B.to(self.images.device)],
+            labels=self.labels[is_wanted_B.to(self.labels.device)],
+            indices=self.indices[is_wanted_B.numpy()],
+            lengths=None if self.lengths is None else self.lengths[is_wanted_B],
+            index_tensor=None,
+            treatment=self.treatment and Treatment(),
+        )
+
     def prepared(self, device: torch.device, rows: slice = slice(None)) -> torch.Tensor:
         """Returns the backbone's input, mirrored, augmented and normalised on the device: float32 (B, 3, H, W)."""
         # Copied as bytes, a quarter of the floats' traffic, and converted on the device.
-        treatment, pixels = self.treatment, self.images[rows].to(device, non_blocking=True)
+        treatment, pixels = self.treatment or Treatment(), self.images[rows].to(device, non_blocking=True)
         indices_B, left = self.indices[rows], treatment.augment
         if device.type == "cuda" and has_program():
             by_program, left = split_augment(treatment.augment)
@@ -134,7 +159,7 @@ class BatchLoader:
         self.source = source
         self.image_size = image_size or source.image_size
         self.fit: Fit = fit
-        self.bad_images = BadImages(source, max_bad_fraction)
+        self.bad_images = BadImages(source.num_images, max_bad_fraction)
         plan = BatchPlan(
             global_batch=global_batch,
             image_size=self.image_size,
@@ -148,6 +173,10 @@ class BatchLoader:
         )
         self._reader = BatchReader(source, plan, self.bad_images.add_bad)
         self.order: Order = self._reader.order
+        if isinstance(source, TensorSource) and is_resident and is_sequence(self.image_size):
+            raise DataError(
+                f"data.on_gpu is true, but the samples differ in length: {source.describe()}. Leave it out."
+            )
         _require_fillable(source, self.order, global_batch, world_size, num_parts, fewest_in_part)
         self.rank = rank
         self.world_size = world_size
@@ -160,9 +189,8 @@ class BatchLoader:
         self.device = device
         self.is_resident = is_resident
         self._resident: _ResidentImages | None = None
-        self._memory = ReusedMemory(
-            batches_of_threads(self.num_workers) * plan.max_rows * math.prod(self.image_size) * 3
-        )
+        num_bytes = 0 if isinstance(source, TensorSource) else plan.max_rows * math.prod(self.image_size) * 3
+        self._memory = ReusedMemory(batches_of_threads(self.num_workers) * num_bytes)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -182,8 +210,8 @@ class BatchLoader:
         stop = (epoch + 1) * self.steps_per_epoch if num_steps is None else first + num_steps
         return self._from_device(first, stop) if self.is_resident else self._read(self._reader, first, stop)
 
-    def once(self, global_batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields this rank's part of every image once, in the order of the source: uint8 images (B, 3, H, W) and labels (B,).
+    def once(self, global_batch: int) -> Iterator[Batch]:
+        """Yields this rank's part of every image once, in the order of the source.
 
         Unreadable images are left out: a replacement would count twice for its own class.
         """
@@ -196,13 +224,16 @@ class BatchLoader:
         ):
             wanted_B = rank_batch(reader.order, 0, batch.step, self.rank, self.world_size)
             is_wanted_B = torch.from_numpy(batch.indices == wanted_B)
-            if bool(is_wanted_B.all()):
-                yield batch.images, batch.labels
-            else:
-                yield (
-                    batch.images[is_wanted_B.to(batch.images.device)],
-                    batch.labels[is_wanted_B.to(batch.labels.device)],
-                )
+            yield batch if bool(is_wanted_B.all()) else batch.only(is_wanted_B)
+
+    def blank(self, num_images: int, label: int) -> Batch:
+        """Returns a batch of black images, or of copies of the first sample of a TensorSource, all of them with this label."""
+        labels = torch.full((num_images, *self.source.labels.shape[1:]), label)
+        indices = np.zeros(num_images, dtype=np.int64)
+        images, lengths = torch.zeros((num_images, 3, *self.image_size), dtype=torch.uint8), None
+        if isinstance(self.source, TensorSource):
+            images, lengths = collated(self.source.tensors, indices, self.source.name_of)
+        return Batch(images, labels, indices, 0, 0, self._treatment(0, 0), lengths=lengths)
 
     def load(self, epoch: int, step: int) -> Batch:
         """Returns one batch, decoded in the calling thread."""
@@ -218,10 +249,18 @@ class BatchLoader:
             f"{width} × {height} (data.fit = {self.fit})."
         )
 
-    def _treatment(self, epoch: int, step: int) -> Treatment:
+    def _treatment(self, epoch: int, step: int) -> Treatment | None:
+        if isinstance(self.source, TensorSource):
+            return None
         return Treatment(self.order.seed, epoch * self.steps_per_epoch + step, self.mirror, self.augment)
 
     def _load(self, reader: BatchReader, epoch: int, step: int) -> Batch:
+        if isinstance(self.source, TensorSource):
+            wanted_B = rank_batch(reader.order, epoch, step, reader.plan.rank, reader.plan.world_size)
+            samples, lengths = collated(self.source.tensors, wanted_B, self.source.name_of)
+            self.bad_images.add_read(len(wanted_B))
+            labels = torch.from_numpy(self.source.labels[wanted_B])
+            return Batch(samples, labels, wanted_B, epoch, step, None, lengths=lengths)
         num_rows, shape = reader.num_rows(step), (reader.plan.max_rows, *self.image_size, 3)
         images_BHW3 = self._memory.take(math.prod(shape)).reshape(shape)[:num_rows]
         indices_B: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
@@ -260,23 +299,28 @@ class BatchLoader:
             yield Batch(images, labels, indices_B, epoch, step, self._treatment(epoch, step), index_tensor)
 
     def _load_all(self, device: torch.device) -> _ResidentImages:
-        """Decodes all images. Replaces unreadable ones as a batch would."""
+        """Decodes all images, or reads all features. Replaces unreadable images as a batch would."""
         source, begun = self.source, time.monotonic()
-        shape = (source.num_images, *self.image_size, 3)
-        _require_room(math.prod(shape), device)
+        shape: tuple[int, ...] = (source.num_images, *self.image_size, 3)
+        dtype, block_size = torch.uint8, _BLOCK_IMAGES
+        if isinstance(source, TensorSource):
+            dtype, block_size = self.blank(1, 0).images.dtype, _BLOCK_ROWS
+            shape = (source.num_images, self.image_size[1])
+        _require_room(math.prod(shape) * dtype.itemsize, device)
         # The seed stays: it decides which image replaces an unreadable one.
-        plan = replace(self._reader.plan, order="file", global_batch=_BLOCK_IMAGES, rank=0, world_size=1)
+        plan = replace(self._reader.plan, order="file", global_batch=block_size, rank=0, world_size=1)
         reader = BatchReader(source, plan, self.bad_images.add_bad)
-        images = torch.empty(shape, dtype=torch.uint8, device=device)
+        images = torch.empty(shape, dtype=dtype, device=device)
         shown = np.empty(source.num_images, dtype=np.int64)
         start = 0
         for block in self._read(reader, 0, reader.order.steps_per_epoch):
             rows = slice(start, start + len(block.indices))
-            images[rows] = block.images.permute(0, 2, 3, 1)
+            images[rows] = block.images if block.treatment is None else block.images.permute(0, 2, 3, 1)
             shown[rows] = block.indices
             start = rows.stop
         self._memory.release()
-        _log.info("decoded %s images onto %s in %.1f s", f"{start:,}", device, time.monotonic() - begun)
+        what = "read %s rows" if isinstance(source, TensorSource) else "decoded %s images"
+        _log.info(f"{what} onto %s in %.1f s", f"{start:,}", device, time.monotonic() - begun)
         return _ResidentImages(images, torch.from_numpy(np.ascontiguousarray(source.labels)).to(device), shown)
 
 
@@ -285,6 +329,7 @@ class _ResidentImages:
     """Pixels and labels of all images on the device, and the index actually stored for each: unreadable ones are replaced."""
 
     images_NHW3: torch.Tensor
+    """(N, W) of features."""
     labels_N: torch.Tensor
     shown_N: NDArray[np.int64]
 
@@ -295,7 +340,8 @@ class _ResidentImages:
         places = torch.from_numpy(shown_B)
         # Pinned, because a copy from pageable memory makes the host wait for the GPU.
         places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
-        return self.images_NHW3[places].permute(0, 3, 1, 2), self.labels_N[places], shown_B, places
+        images = self.images_NHW3[places]
+        return images.permute(0, 3, 1, 2) if images.ndim == 4 else images, self.labels_N[places], shown_B, places
 
 
 def batches_of_threads(num_threads: int) -> int:

@@ -1,5 +1,6 @@
 """Keeps the backbone identical on all ranks: averages of gradients and of running statistics."""
 
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 
 import torch
@@ -14,8 +15,30 @@ _NEW_NAME = "forward_sync_buffers"
 _SYNC_BUFFERS = _NEW_NAME if _NEW_NAME in signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
 
-def data_parallel(backbone: nn.Module, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+class NothingToAverage(nn.Module):
+    """Stands for DDP, which refuses it, around a backbone without parameters to train."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self.module(*inputs)
+        return embeddings
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def register_comm_hook(self, *hook: object) -> None:
+        """There are no gradients that a hook could exchange."""
+
+
+def data_parallel(
+    backbone: nn.Module, group: dist.ProcessGroup | None = None
+) -> DistributedDataParallel | NothingToAverage:
     """Wraps the backbone so that gradients are averaged during backward. Running statistics differ until `average_buffers_`."""
+    if not any(parameter.requires_grad for parameter in backbone.parameters()):
+        return NothingToAverage(backbone)
     device = next(backbone.parameters()).device
     return DistributedDataParallel(
         backbone,

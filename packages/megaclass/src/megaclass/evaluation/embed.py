@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megaclass.data.augment import normalise, to_tensor
 from megaclass.errors import DataError
-from megaclass.evaluation.images import Images, OtherSizeError
+from megaclass.evaluation.images import Images, OtherSizeError, Samples
 from megaclass.image_size import ImageSize, height_and_width, shown_size
 
 _log = logging.getLogger("megaclass.evaluation")
@@ -111,8 +111,13 @@ def embed_part(
     rows: Tensor | None = None
     done = 0
     with evaluating(network), ThreadPoolExecutor(num_threads) as threads:
-        for indices, pixels, is_bad_B in _decoded_ahead(images, part, batch_size, threads, on_bad):
-            embedded = _embed_batch(network, pixels.to(device), mirror)
+        batches = (
+            _sample_batches(images, part, batch_size)
+            if isinstance(images, Samples)
+            else _decoded_ahead(images, part, batch_size, threads, on_bad)
+        )
+        for indices, inputs, is_bad_B in batches:
+            embedded = _embed_batch(network, tuple(one.to(device) for one in inputs), mirror)
             _require_usable(embedded, indices, images, is_bad_B.to(device))
             embedded[is_bad_B.to(device)] = torch.nan
             if rows is None:
@@ -129,7 +134,7 @@ def embed_part(
 
 def _decoded_ahead(
     images: Images, part: Sequence[int], batch_size: int, threads: ThreadPoolExecutor, on_bad: OnBad | None
-) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
+) -> Iterator[tuple[Sequence[int], tuple[Tensor, ...], Tensor]]:
     """Yields the numbers, the pixels and the bad images of each batch; a bad image is black.
 
     While the device works on one batch, the threads decode the next one and no more than that.
@@ -150,13 +155,23 @@ def _decoded_ahead(
                 on_bad(indices[row], error)
                 is_bad_B[row] = True
                 pixels.append(np.zeros((*height_and_width(images.image_size), 3), dtype=np.uint8))
-        yield indices, to_tensor(np.stack(pixels)), is_bad_B
+        yield indices, (to_tensor(np.stack(pixels)),), is_bad_B
 
 
-def _embed_batch(network: nn.Module, pixels_B: Tensor, mirror: bool) -> Tensor:
-    images_B = normalise(pixels_B)
-    straight_BD = network(images_B).float()
-    if not mirror:
+def _sample_batches(
+    samples: Samples, part: Sequence[int], batch_size: int
+) -> Iterator[tuple[Sequence[int], tuple[Tensor, ...], Tensor]]:
+    for start in range(0, len(part), batch_size):
+        indices = part[start : start + batch_size]
+        yield indices, samples.inputs(indices), torch.zeros(len(indices), dtype=torch.bool)
+
+
+def _embed_batch(network: nn.Module, inputs: tuple[Tensor, ...], mirror: bool) -> Tensor:
+    """Embeds pixels (B, 3, H, W) or, as they are, features or padded sequences with their lengths."""
+    is_image = inputs[0].dtype == torch.uint8
+    images_B, *lengths = (normalise(inputs[0]),) if is_image else inputs
+    straight_BD = network(images_B, *lengths).float()
+    if not (mirror and is_image):
         return torch.cat([straight_BD, straight_BD.norm(dim=1, keepdim=True)], dim=1)
     mirrored_BD = network(images_B.flip(3)).float()
     norms_B1 = (straight_BD.norm(dim=1, keepdim=True) + mirrored_BD.norm(dim=1, keepdim=True)) / 2

@@ -115,7 +115,7 @@ def examples_of(
     pictures = {
         label: picture
         for label, places in images_of(labels, {*shown_classes, *others}, 1).items()
-        for picture in _thumbnails(source, places)
+        for picture in thumbnails(source, places)
     }
     return Examples(
         num_classes=len(classes),
@@ -127,7 +127,7 @@ def examples_of(
                 mean_cosine=float(means[place]),
                 num_images=int(counts[place]),
                 num_closer_to_another=int(num_wrong[place]),
-                pictures=_thumbnails(source, judged.indices_N[places_N == place][:_NUM_PICTURES].tolist()),
+                pictures=thumbnails(source, judged.indices_N[places_N == place][:_NUM_PICTURES].tolist()),
             )
             for place in worst
         ],
@@ -139,7 +139,7 @@ def examples_of(
                 other_class=names[int(judged.others_N[place])],
                 other_cosine=float(judged.other_N[place]),
                 pictures=[
-                    *_thumbnails(source, [int(judged.indices_N[place])]),
+                    *thumbnails(source, [int(judged.indices_N[place])]),
                     *([pictures[int(judged.others_N[place])]] if int(judged.others_N[place]) in pictures else []),
                 ],
                 num_alike=alike[place],
@@ -160,7 +160,7 @@ def images_of(labels: NDArray[np.int64], classes: Collection[int], most: int) ->
     return found
 
 
-def _thumbnails(source: ImageSource, indices: Sequence[int]) -> list[bytes]:
+def thumbnails(source: ImageSource, indices: Sequence[int]) -> list[bytes]:
     """Returns small JPEGs; images that cannot be read are left out."""
     found = []
     for index in indices:

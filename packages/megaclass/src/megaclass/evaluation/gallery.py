@@ -12,10 +12,10 @@ In all but the list the folder that directly holds a file names its identity.
 
 import hashlib
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,27 +34,49 @@ _MEGAFACE_HEADER = struct.Struct("<4i")
 _MEGAFACE_MARK = (1, 4, 5)
 
 
-class Gallery(ABC):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gallery:
     """Rows of embeddings at a path, read or computed when they are needed."""
 
-    def __init__(self, evaluator: Evaluator, path: Path, identities: list[str]) -> None:
-        self.evaluator, self.path = evaluator, path
-        self.identities = identities
-        """The identity of each row."""
+    evaluator: Evaluator
+    path: Path
+    kind: Literal["stored", "features", "images"]
+    identities: list[str]
+    """The identity of each row."""
+    files: Sequence[Path] = ()
+    """The features or images; none of stored rows."""
+    stored_ND: Rows = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
+    """Mapped, not read: each rank touches only the rows it needs."""
 
     def __len__(self) -> int:
         return len(self.identities)
 
-    @abstractmethod
+    def _images(self) -> GivenImages:
+        return GivenImages(images=self.files, image_size=self.evaluator.image_size, fit=self.evaluator.fit)
+
     def rows(self, part: range) -> Rows:
         """Returns these rows, normalised; nothing is exchanged between ranks. An empty part still has the width D."""
+        if self.kind == "stored":
+            return _normalised(self.evaluator, self.stored_ND[part.start : part.stop], self.path, part.start)
+        # A rank without rows reads one file, or embeds one image, all the same, to learn the width.
+        if self.kind == "features":
+            rows_ND = read_megaface_features(self.files[part.start : part.stop] or self.files[:1])[: len(part)]
+            return _normalised(self.evaluator, rows_ND, self.path, part.start)
+        images = self._images()
+        rows = self.evaluator.embed_part(images, part or range(1))
+        log_resized(len(images.resized), len(part), images.image_size, f"of {self.path}, on this rank")
+        return nn.functional.normalize(rows[: len(part), :-1]).cpu().numpy()
 
-    @abstractmethod
     def contents(self, part: range) -> Iterable[bytes]:
         """Returns the bytes that each of these rows was made from."""
+        if self.kind == "stored":
+            return (row.tobytes() for row in self.stored_ND[part.start : part.stop])
+        return (read_image_file(file) for file in self.files[part.start : part.stop])
 
     def all_rows(self) -> Rows:
-        """Collective. Returns all rows, normalised, on every rank."""
+        """Collective. Returns all rows, normalised, on every rank, which share the work of embedding."""
+        if self.kind == "images":
+            return self.evaluator.embed(self._images()).normalised_ND()
         return on_every_rank_for_long(lambda: self.rows(range(len(self))), self.evaluator.device, self.evaluator.group)
 
     def shard(self, width: int) -> GalleryShard:
@@ -74,7 +96,7 @@ class Gallery(ABC):
 
     def is_comparable(self, other: "Gallery") -> bool:
         """Returns whether equal images have equal content_keys(): a file and a stored row of one image never do."""
-        return type(self) is type(other)
+        return self.kind == other.kind
 
     def content_keys(self, part: range) -> NDArray[np.int64]:
         """Collective. Returns a digest of the content behind each of these rows: equal digests are the same image."""
@@ -90,26 +112,27 @@ def open_gallery(evaluator: Evaluator, path: Path) -> Gallery:
     """Collective. Opens what lies at the path. Rank 0 lists the files of a folder for all ranks."""
     device, group = evaluator.device, evaluator.group
     if path.suffix == ".npy":
-        return on_every_rank_for_long(lambda: _StoredRows(evaluator, path), device, group)
+        stored_ND, identities = on_every_rank_for_long(lambda: read_embeddings(path), device, group)
+        return Gallery(evaluator=evaluator, path=path, kind="stored", identities=identities, stored_ND=stored_ND)
 
     if path.suffix == ".txt":
-        listed_files, identities = on_every_rank_for_long(lambda: _read_list(path), device, group)
-        return _ImageFiles(evaluator, path, listed_files, identities)
+        files, identities = on_every_rank_for_long(lambda: _read_list(path), device, group)
+        return Gallery(evaluator=evaluator, path=path, kind="images", identities=identities, files=files)
 
     def listed() -> list[Path]:
         features = sorted(path.rglob("*.bin")) if path.is_dir() else []
         return features or find_images(path)
 
     files = paths_of_main_rank(listed, device, group)
-    kind = _FeatureFiles if files[0].suffix == ".bin" else _ImageFiles
-    return kind(evaluator, path, files, [file.parent.name for file in files])
+    identities = [file.parent.name for file in files]
+    kind: Literal["features", "images"] = "features" if files[0].suffix == ".bin" else "images"
+    return Gallery(evaluator=evaluator, path=path, kind=kind, identities=identities, files=files)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Searched:
     """Probes and the gallery in which they are searched, embedded; identities are numbered."""
 
-    gallery: Gallery
     shard: GalleryShard
     """This rank's part of the gallery, with labels."""
     labels_N: NDArray[np.int64]
@@ -134,7 +157,6 @@ def open_searched(evaluator: Evaluator, one: EvaluationSet) -> Searched:
     if probes.is_comparable(gallery):
         keys_P, keys_N = probes.content_keys(range(len(probes))), gallery.content_keys(part)
     return Searched(
-        gallery=gallery,
         shard=replace(shard, labels_N=labels_N[part.start : part.stop], keys_N=keys_N),
         labels_N=labels_N,
         probes_PD=probes_PD,
@@ -162,51 +184,6 @@ def _read_list(path: Path) -> tuple[list[Path], list[str]]:
     if not fields:
         raise DataError(f"{path} lists no images: expected lines `path<TAB>identity`.")
     return [path.parent / name for name, _ in fields], [identity for _, identity in fields]
-
-
-class _StoredRows(Gallery):
-    def __init__(self, evaluator: Evaluator, path: Path) -> None:
-        # Mapped, not read: each rank touches only the rows it needs.
-        self._mapped_ND, identities = read_embeddings(path)
-        super().__init__(evaluator, path, identities)
-
-    def rows(self, part: range) -> Rows:
-        return _normalised(self.evaluator, self._mapped_ND[part.start : part.stop], self.path, part.start)
-
-    def contents(self, part: range) -> Iterable[bytes]:
-        return (row.tobytes() for row in self._mapped_ND[part.start : part.stop])
-
-
-class _Files(Gallery):
-    def __init__(self, evaluator: Evaluator, path: Path, files: Sequence[Path], identities: list[str]) -> None:
-        super().__init__(evaluator, path, identities)
-        self._files = files
-
-    def contents(self, part: range) -> Iterable[bytes]:
-        return (read_image_file(file) for file in self._files[part.start : part.stop])
-
-
-class _FeatureFiles(_Files):
-    def rows(self, part: range) -> Rows:
-        # A rank without rows reads one file all the same, to learn the width.
-        rows_ND = read_megaface_features(self._files[part.start : part.stop] or self._files[:1])[: len(part)]
-        return _normalised(self.evaluator, rows_ND, self.path, part.start)
-
-
-class _ImageFiles(_Files):
-    def _images(self) -> GivenImages:
-        return GivenImages(images=self._files, image_size=self.evaluator.image_size, fit=self.evaluator.fit)
-
-    def rows(self, part: range) -> Rows:
-        images = self._images()
-        # A rank without rows embeds one image all the same, to learn the width.
-        rows = self.evaluator.embed_part(images, part or range(1))
-        log_resized(len(images.resized), len(part), images.image_size, f"of {self.path}, on this rank")
-        return nn.functional.normalize(rows[: len(part), :-1]).cpu().numpy()
-
-    def all_rows(self) -> Rows:
-        # The ranks share the work instead of each embedding everything.
-        return self.evaluator.embed(self._images()).normalised_ND()
 
 
 def read_embeddings(path: Path) -> tuple[Rows, list[str]]:

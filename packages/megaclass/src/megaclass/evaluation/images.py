@@ -10,7 +10,7 @@ import io
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from megaclass.data.align import align
+from megaclass.data.align import IJB_POINTS, align
 from megaclass.data.decode import IMAGE_SUFFIXES, Fit, decode_image, fit_image, pillow_to_rgb
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.files import SkippedFiles, has_image_name, read_image_file
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.data.sources.tensors import ReadSamples, collated, given_samples
 from megaclass.errors import DataError
-from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass.image_size import ImageSize, has_rows, height_and_width, shown_size
 from megaclass_launch.ranks.collectives import group_rank
 
 _log = logging.getLogger("megaclass.evaluation")
@@ -62,6 +63,10 @@ class Images(ABC):
 
     def pixels(self, index: int) -> Pixels:
         """Returns (H, W, 3) RGB, or raises a DataError that names the image."""
+        if has_rows(self.image_size):
+            raise OtherSizeError(
+                f"{self.name(index)} is an image, but the model takes samples of {shown_size(self.image_size)}."
+            )
         image_HW3 = self._decoded(index)
         size = height_and_width(self.image_size)
         if image_HW3.shape[:2] == size:
@@ -75,6 +80,52 @@ class Images(ABC):
             )
         self.resized.add(index)
         return fit_image(image_HW3, size, self.fit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(Images):
+    """Features or sequences, which a network takes as they are; image_size is (1, W) or (0, W)."""
+
+    num_samples: int
+    read: ReadSamples
+    names: Callable[[int], str] = "sample {}".format
+
+    @classmethod
+    def given(cls, given: object, image_size: ImageSize) -> "Samples":
+        """Returns what a caller gives: a matrix of features, or a list of sequences."""
+        rows = given_samples(given, image_size)
+        return cls(
+            image_size=image_size,
+            num_samples=len(rows),
+            read=lambda indices: rows[indices] if isinstance(rows, Tensor) else [rows[index] for index in indices],
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def name(self, index: int) -> str:
+        return self.names(index)
+
+    def _decoded(self, index: int) -> Pixels:
+        raise DataError(f"{self.name(index)} is not an image.")
+
+    def inputs(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Returns the arguments of the network for these samples."""
+        samples, lengths = collated(self.read, np.asarray(indices, dtype=np.int64), self.name)
+        samples = samples.float() if samples.is_floating_point() else samples
+        return (samples,) if lengths is None else (samples, lengths)
+
+
+def images_of_source(source: ImageSource, image_size: ImageSize, fit: Fit | None) -> Images:
+    """Returns the images or samples of labelled data, for a model that takes samples of this size."""
+    given = source.image_size
+    if not isinstance(source, TensorSource) and not has_rows(image_size):
+        return SourceImages(source=source, image_size=image_size, fit=fit)
+    if not isinstance(source, TensorSource) or given != height_and_width(image_size):
+        raise DataError(
+            f"The model takes samples of {shown_size(image_size)}, but those of {source.describe()} have {shown_size(given)}."
+        )
+    return Samples(image_size=image_size, num_samples=source.num_images, read=source.tensors, names=source.name_of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +227,7 @@ def pixels_of(image: object, name: str) -> Pixels:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedImages(Images):
-    """Photos with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
+    """Photos of an IJB set with five landmarks each, rotated and scaled onto the standard face, in the size of the model."""
 
     paths: Sequence[Path]
     points_N52: NDArray[np.float64]
@@ -195,7 +246,7 @@ class AlignedImages(Images):
                 f"of the landmarks is a square."
             )
         photo = decode_image(read_image_file(self.paths[index]), self.name(index))
-        return align(photo, self.points_N52[index], height, where=self.name(index))
+        return align(photo, self.points_N52[index], height, where=self.name(index), standard_52=IJB_POINTS)
 
 
 def find_images(folder: Path) -> list[Path]:

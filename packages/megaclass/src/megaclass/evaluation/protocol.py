@@ -51,6 +51,8 @@ class Evaluator:
     """How images of another size are fitted to the model's; None refuses them."""
     mirror: bool = True
     """Add the embedding of the mirrored image."""
+    published_tpir: bool = False
+    """IJB: TPIR with the threshold of InsightFace's ijb_evals.py."""
     centres: Callable[[], ClassShard] | None = None
     """Returns the class centres that this rank holds, without a collective; None if the model has none."""
     group: dist.ProcessGroup | None = None

@@ -76,6 +76,7 @@ def rows_of_rank(num_rows: int, group: dist.ProcessGroup | None = None) -> range
     return even_part(num_rows, group_rank(group), group_size(group))
 
 
+@torch.no_grad()
 def search(
     probes_PD: NDArray[np.float32] | Tensor,
     gallery: GalleryShard,
@@ -87,13 +88,15 @@ def search(
     group: dist.ProcessGroup | None = None,
     max_block_bytes: int | None = None,
     scale: float | None = None,
+    is_alone: bool = False,
 ) -> Neighbours:
     """Collective. Returns the k best others and the best mate of each probe; the same on every rank.
 
     Every rank holds all probes and its own shard. Each gallery block moves to the device once; the probes stay there.
     Traffic per rank: one all-gather of P x k scores, one of P x k row numbers, one of P scores, with `scale` one more.
 
-    scale: also return the logarithm of each probe's sum of exp(scale * score) over all entries.
+    scale: also return the logarithm of each probe's sum of exp(scale * score) over all entries. is_alone: search the rows of
+    this process; nothing is exchanged with other ranks.
     """
     probes = torch.as_tensor(probes_PD, device=device).float()
     if len(gallery) and gallery.embeddings_ND.shape[1] != probes.shape[1]:
@@ -101,37 +104,12 @@ def search(
             f"Embeddings of the probes have {probes.shape[1]} numbers, those of the gallery "
             f"{gallery.embeddings_ND.shape[1]}: they come from different models."
         )
-    own = search_shard(probes, gallery, k, device, probe_labels_P, probe_keys_P, max_block_bytes, scale)
-    # Each rank has the best of its shard; the best of all are among them.
-    scores_WPk, indices_WPk = gather_blocks(own.other_scores_Pk, group), gather_blocks(own.other_indices_Pk, group)
-    scores_Pk, indices_Pk = best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
-    return Neighbours(
-        other_scores_Pk=scores_Pk,
-        other_indices_Pk=indices_Pk,
-        mate_scores_P=gather_blocks(own.mate_scores_P, group).amax(dim=0),
-        log_sums_P=None if own.log_sums_P is None else gather_blocks(own.log_sums_P, group).logsumexp(dim=0),
-    )
-
-
-@torch.no_grad()
-def search_shard(
-    probes_PD: Tensor,
-    gallery: GalleryShard,
-    k: int,
-    device: torch.device,
-    probe_labels_P: NDArray[np.int64] | None = None,
-    probe_keys_P: NDArray[np.int64] | None = None,
-    max_block_bytes: int | None = None,
-    scale: float | None = None,
-) -> Neighbours:
-    """Searches the rows of this process; nothing is exchanged with other ranks."""
-    num_probes = len(probes_PD)
-    scores_Pk = torch.full((num_probes, k), _NOTHING, device=device)
-    indices_Pk = torch.zeros((num_probes, k), dtype=torch.int64, device=device)
-    mates_P = torch.full((num_probes,), _NOTHING, device=device)
-    log_sums_P = None if scale is None else torch.full((num_probes,), _NOTHING, device=device)
+    scores_Pk = torch.full((len(probes), k), _NOTHING, device=device)
+    indices_Pk = torch.zeros((len(probes), k), dtype=torch.int64, device=device)
+    mates_P = torch.full((len(probes),), _NOTHING, device=device)
+    log_sums_P = None if scale is None else torch.full((len(probes),), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
-    for here, first, block_PB in score_blocks(probes_PD, gallery, device, probe_keys_P, max_block_bytes):
+    for here, first, block_PB in score_blocks(probes, gallery, device, probe_keys_P, max_block_bytes):
         if log_sums_P is not None and scale is not None:
             log_sums_P[here] = torch.logaddexp(log_sums_P[here], torch.logsumexp(scale * block_PB, dim=1))
         if labels_P is not None and gallery.labels_N is not None:
@@ -147,6 +125,12 @@ def search_shard(
             torch.cat([indices_Pk[here], places + (gallery.first + first)], dim=1),
             k,
         )
+    if not is_alone:
+        # Each rank has the best of its shard; the best of all are among them.
+        scores_WPk, indices_WPk = gather_blocks(scores_Pk, group), gather_blocks(indices_Pk, group)
+        scores_Pk, indices_Pk = best(scores_WPk.transpose(0, 1).flatten(1), indices_WPk.transpose(0, 1).flatten(1), k)
+        mates_P = gather_blocks(mates_P, group).amax(dim=0)
+        log_sums_P = None if log_sums_P is None else gather_blocks(log_sums_P, group).logsumexp(dim=0)
     return Neighbours(
         other_scores_Pk=scores_Pk, other_indices_Pk=indices_Pk, mate_scores_P=mates_P, log_sums_P=log_sums_P
     )

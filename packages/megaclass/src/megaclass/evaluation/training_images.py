@@ -19,9 +19,9 @@ from megaclass.errors import DataError
 from megaclass.evaluation.centres import ModelCentres
 from megaclass.evaluation.embed import OnProgress, embed_part
 from megaclass.evaluation.examples import DAMAGED, Examples, Judged, examples_of, images_of, packed, unpacked
-from megaclass.evaluation.images import SourceImages
+from megaclass.evaluation.images import Images, images_of_source
 from megaclass.evaluation.results import read_arrays
-from megaclass.evaluation.search import GalleryShard, search_shard
+from megaclass.evaluation.search import GalleryShard, search
 from megaclass.image_size import ImageSize
 from megaclass_launch.files import published_file
 
@@ -48,18 +48,22 @@ def examine_training_images(
 
     shown_classes: further classes of which a picture is kept.
     """
-    images = SourceImages(source=source, image_size=image_size, fit=fit)
-    indices_N, embeddings_ND = _embedded_sample(network, images, device, centres.num_rows, on_progress)
+    images = images_of_source(source, image_size, fit)
+    indices_N, embeddings_ND = _embedded_sample(network, images, source, device, centres.num_rows, on_progress)
     labels = np.asarray(source.labels)
     judged = _compared(indices_N, embeddings_ND, labels[indices_N], centres)
     return examples_of(judged, source, labels, centres.names_of, by_pair=False, shown_classes=shown_classes)
 
 
 def _embedded_sample(
-    network: nn.Module, images: SourceImages, device: torch.device, num_rows: int, on_progress: OnProgress | None
+    network: nn.Module,
+    images: Images,
+    source: ImageSource,
+    device: torch.device,
+    num_rows: int,
+    on_progress: OnProgress | None,
 ) -> tuple[NDArray[np.int64], Tensor]:
     """Returns the numbers of the images that could be read in time, and their unit embeddings."""
-    source = images.source
     classes = np.unique(np.linspace(0, source.num_classes - 1, _MAX_CLASSES).astype(np.int64))
     by_class = images_of(np.asarray(source.labels), classes.tolist(), _MAX_IMAGES_PER_CLASS)
     # Classes in random order, so those embedded before the deadline are a fair sample.
@@ -93,7 +97,7 @@ def _compared(
     for first, rows in centres.blocks():
         classes_B = np.arange(first, first + len(rows)) // centres.rows_per_class
         block = GalleryShard(embeddings_ND=rows, labels_N=classes_B, first=first, is_normalised=False)
-        found = search_shard(embeddings_ND, block, 1, torch.device("cpu"), labels_N)
+        found = search(embeddings_ND, block, k=1, device=torch.device("cpu"), probe_labels_P=labels_N, is_alone=True)
         own = np.maximum(own, found.mate_scores_P.numpy())
         is_closer = found.other_scores_Pk[:, 0].numpy() > other
         other = np.where(is_closer, found.other_scores_Pk[:, 0], other)

@@ -12,7 +12,7 @@ from torch import nn
 
 from megaclass.errors import CheckpointError, ExportError
 from megaclass.evaluation.centres import ModelCentres
-from megaclass.image_size import ImageSize, height_and_width
+from megaclass.image_size import ImageSize, has_rows, height_and_width, input_shape, is_sequence
 from megaclass.inference import LoadedModel, load
 
 
@@ -54,8 +54,18 @@ MAX_NORM_DIFFERENCE = 1e-3
 
 
 def fixed_inputs(image_size: ImageSize) -> torch.Tensor:
-    """Returns seven images of coarse random patches, the same on every machine; like photos they have large even areas."""
+    """Returns seven images of coarse random patches, the same on every machine; like photos they have large even areas.
+
+    For features, seven rows of normal numbers.
+    """
     generator = torch.Generator().manual_seed(0)
+    if is_sequence(image_size):
+        raise ExportError(
+            "A model of sequences cannot be exported: its inputs differ in length, and nothing is known about their values. "
+            "megaclass.load opens the run folder."
+        )
+    if has_rows(image_size):
+        return torch.randn((7, *input_shape(image_size)), generator=generator)
     coarse = torch.randint(0, 256, (7, 3, 7, 7), generator=generator).float()
     pixels = torch.nn.functional.interpolate(coarse, size=height_and_width(image_size), mode="nearest")
     return (pixels - 127.5) / 127.5

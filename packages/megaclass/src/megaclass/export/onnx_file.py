@@ -33,11 +33,9 @@ _FILE = "model.onnx"
 _USAGE = """```python
 import numpy as np
 import onnxruntime
-from PIL import Image
 
 session = onnxruntime.InferenceSession("FILE")
-pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
-batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]
+{batch}
 OUTPUT
 ```"""
 

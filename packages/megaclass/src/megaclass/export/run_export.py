@@ -25,7 +25,7 @@ from megaclass.evaluation.report.templates import render
 from megaclass.evaluation.results import headline, read_results, remarks_on
 from megaclass.export import EXPORTERS, INSIGHTFACE_PACK
 from megaclass.export.check import Exporter, ExportJob
-from megaclass.image_size import shown_size, size_to_text
+from megaclass.image_size import has_rows, shown_size, size_to_text
 from megaclass.inference import LoadedModel, load
 from megaclass.inference.classes import with_added_classes
 from megaclass.inference.load import HUB_PREFIX, hub_library
@@ -110,7 +110,9 @@ def _config(model: LoadedModel, exporter: Exporter) -> dict[str, Any]:
         "image_size": model.image_size,
         **({"fit": model.treatment.fit} if model.treatment.fit is not None else {}),
         "mirror": model.treatment.mirror,
-        "input": "float32 (batch, 3, height, width), RGB, (x - 127.5) / 127.5",
+        "input": "float32 (batch, features)"
+        if has_rows(model.image_size)
+        else "float32 (batch, 3, height, width), RGB, (x - 127.5) / 127.5",
         "output": "float32 (batch, embedding_dim), not normalised",
     }
 
@@ -140,23 +142,38 @@ _HUB_LICENCES = {
 }
 
 
+_READ_IMAGE = """from PIL import Image
+
+pixels = np.asarray(Image.open("first.jpg").convert("RGB"), dtype=np.float32)
+batch = ((pixels - 127.5) / 127.5).transpose(2, 0, 1)[None]"""
+_READ_FEATURES = 'batch = np.load("features.npy").astype(np.float32)'
+
+
 def _model_card(config: Mapping[str, Any], run: Path | None, licence: str, usage: str) -> str:
     """Returns the text of README.md: what the model is, its numbers, and how to use it.
 
     run: folder with the summary and evaluation of training; None for a model without a run.
     """
+    has_features = has_rows(config["image_size"])
+    if has_features:
+        usage = usage.replace('["first.jpg", "second.jpg"])  # aligned faces;', "features_NW)  # a matrix;")
     results = [one for one in read_results(run) if one.error is None] if run is not None else []
     return render(
         "export/model_card.md.j2",
         config=config,
-        size=shown_size(config["image_size"]),
+        size=f"images of {shown_size(config['image_size'])} pixels"
+        if not has_features
+        else f"features of {shown_size(config['image_size'])}",
+        has_features=has_features,
         summary=read_summary(run) if run is not None else {},
-        results=[(one.name, _protocol(one), headline(one), remarks_on(one)) for one in results],
+        results=[
+            (one.name, _protocol(one, has_flips=not has_features), headline(one), remarks_on(one)) for one in results
+        ],
         licence=licence,
         licence_lines="\n".join(_licence_lines(licence)),
-        usage=usage.replace("{insightface_name}", str(config["insightface_name"])).replace(
-            "{embedding_dim}", str(config["embedding_dim"])
-        ),
+        usage=usage.replace("{batch}", _READ_FEATURES if has_features else _READ_IMAGE)
+        .replace("{insightface_name}", str(config["insightface_name"]))
+        .replace("{embedding_dim}", str(config["embedding_dim"])),
     )
 
 
@@ -167,8 +184,10 @@ def _licence_lines(licence: str) -> list[str]:
     return ["license: other", f"license_name: {json.dumps(licence)}"]
 
 
-def _protocol(result: SetResult) -> str:
+def _protocol(result: SetResult, *, has_flips: bool) -> str:
     name = PROTOCOLS[result.kind].card_name
+    if not has_flips:
+        return name.replace(", both flips", "")
     return name.replace(", both flips", "") + ", not mirrored" if result.numbers.get("mirror") is False else name
 
 

@@ -68,19 +68,38 @@ class Centres:
         seed: int,
         device: torch.device,
         fewest_classes: int,
+        is_cosine: bool = True,
+        has_bias: bool = False,
     ) -> None:
-        """fewest_classes: classes on the rank that has the fewest."""
+        """fewest_classes: classes on the rank that has the fewest.
+
+        is_cosine: only directions enter the loss. has_bias: the last number of each centre is a bias, which starts at 0.
+        """
+        self.is_cosine = is_cosine
         self.classes, self.num_subcentres, self.seed, self.optimizer = classes, num_subcentres, seed, optimizer
         self._fewest_rows = fewest_classes * num_subcentres
         dtype = STORAGE_DTYPES[storage]
         self.weight_RD = torch.empty((len(classes) * num_subcentres, embedding_dim), dtype=dtype, device=device)
         self._draw_initial()
+        if has_bias:
+            self.weight_RD[:, -1] = 0
         self.state = optimizer.new_state(self.weight_RD)
+        self.num_wins_R = torch.zeros(
+            len(self.weight_RD) if num_subcentres > 1 else 0, dtype=torch.int32, device=device
+        )
+        """Images that were closest to each sub-centre of their class, since the training last set it to zero."""
         self.overwrite_check = OverwriteCheck(self.weight_RD, self._fewest_rows)
 
     @property
     def work_dtype(self) -> torch.dtype:
         return torch.float64 if self.weight_RD.dtype == torch.float64 else torch.float32
+
+    def directions(self, rows_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the vectors that images are compared with, in the work dtype: unit vectors, and 1 / length of the rows.
+
+        For inner products the rows as they are, and ones.
+        """
+        return unit_rows(rows_RD, self.work_dtype, is_cosine=self.is_cosine)
 
     def rows(self) -> dict[str, Tensor]:
         """Returns the centres and their optimizer state; first dimension R."""
@@ -93,6 +112,7 @@ class Centres:
     def apply_(self, function: Callable[[Tensor], Tensor]) -> None:
         """Moves and converts as nn.Module._apply does buffers. State keeps the dtype that suits the centres."""
         self.weight_RD = function(self.weight_RD)
+        self.num_wins_R = self.num_wins_R.to(self.weight_RD.device)
         wanted = self.optimizer.new_state(self.weight_RD[:0])
         for name, tensor in self.state.items():
             moved = function(tensor)
@@ -126,6 +146,12 @@ class Centres:
                 own[name][here].copy_(source[there])
         self.overwrite_check.renew()
 
+    def count_wins_(self, rows_N: Tensor) -> None:
+        """Counts the images of a step, given the rows of their own centres, -1 if on another rank. One centre: nothing."""
+        if self.num_subcentres > 1:
+            # Clamped: while programs are compiled and not run, rows are whatever was in memory.
+            self.num_wins_R.index_add_(0, rows_N.clamp(0, len(self.num_wins_R) - 1), (rows_N >= 0).to(torch.int32))
+
     def start_at_(self, directions_KD: Tensor) -> Tensor:
         """Points the first centre of each class in its direction, with the length of a random one, unless it is zero.
 
@@ -155,15 +181,6 @@ class Centres:
             rows_ND.copy_((F.normalize(turned_ND) * lengths_N).where(is_given_N, old_ND))
         self.overwrite_check.renew()
 
-    def cosines_to(self, unit_MD: Tensor) -> Tensor:
-        """Returns the (K,) cosine of the closest pair of sub-centres between each local class and the given unit vectors."""
-        best = []
-        # In blocks of whole classes: normalising all centres at once would need as much memory again.
-        for block in self.weight_RD.split(max(1, (1 << 16) // self.num_subcentres) * self.num_subcentres):
-            cosines = unit_rows(block, self.work_dtype)[0] @ unit_MD.T
-            best.append(cosines.unflatten(0, (-1, self.num_subcentres)).amax((1, 2)))
-        return torch.cat(best)
-
     def update_(
         self,
         rows: slice | Tensor,
@@ -183,10 +200,12 @@ class Centres:
         stored = {name: take_rows(tensor, rows) for name, tensor in self.rows().items()}
         moved = {name: tensor if in_place else self._working_copy(tensor) for name, tensor in stored.items()}
         weight_RD = moved.pop("weight")
-        unit_RD, inverse_R = unit_rows(weight_RD, self.work_dtype)
-        # The chain rule of the normalisation: only what is orthogonal to the centre changes its direction.
-        along_R = (unit_RD * grad_unit_RD).sum(1, keepdim=True)
-        grad_RD = grad_unit_RD.sub_(unit_RD.mul_(along_R)).mul_(inverse_R[:, None])
+        grad_RD = grad_unit_RD
+        if self.is_cosine:
+            unit_RD, inverse_R = self.directions(weight_RD)
+            # The chain rule of the normalisation: only what is orthogonal to the centre changes its direction.
+            along_R = (unit_RD * grad_unit_RD).sum(1, keepdim=True)
+            grad_RD = grad_unit_RD.sub_(unit_RD.mul_(along_R)).mul_(inverse_R[:, None])
         if squares is not None:
             # Rows that mask_R leaves out have no gradient: padding, and sub-centres that no image is closest to.
             squares.append(torch.linalg.vector_norm(grad_RD, dim=1).double().square().sum())

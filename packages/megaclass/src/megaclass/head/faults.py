@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError, NotFiniteError
-from megaclass.head.gather_batch import GlobalBatch
+from megaclass.head.gather_batch import PADDING, GlobalBatch
 
-LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN = 1, 2, 3, 4, 5
+LABEL, NOT_FINITE, OUT_OF_STEP, OVERFLOW, OVERWRITTEN, LABELS, WEIGHT, NO_COUNT, LOGIT = range(1, 10)
 # Forwards between a fault and the host's reading of it, on a GPU. The copy has finished by then, so nothing waits.
 _LAG = 8
 _NUM_WORDS = 6
@@ -25,17 +25,43 @@ _KEPT = "No centre was updated, and from that step on the embeddings' gradient w
 NO_CLASS = -1
 
 
-def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int) -> Tensor:
+def find_fault(
+    batch: GlobalBatch,
+    labels_GP: Tensor,
+    weights_GP: Tensor | None,
+    norms_G: Tensor,
+    num_classes: int,
+    step: int,
+    *,
+    class_counts_C: Tensor | None = None,
+) -> Tensor:
     """Returns (6,) int64: kind (0 = none), rank, position in that rank's batch, value, how many, step."""
-    bad_label_G = batch.is_image_G & ((batch.labels_G < 0) | (batch.labels_G >= num_classes))
-    not_finite_G = batch.is_image_G & ~torch.isfinite(norms_G)
-    fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
-    if norms_G.device.type == "cpu" and not (bad_label_G.any() or not_finite_G.any() or (batch.steps_W != step).any()):
-        return fault  # the usual case; on a CPU the test costs nothing
+    is_outside_GP = (labels_GP < 0) | (labels_GP >= num_classes)
     # From the weakest to the strongest: each overwrites those before it. A rank out of step explains strange labels, and
     # overwritten centres explain everything else.
-    fault = _first(not_finite_G, NOT_FINITE, batch, fault, step)
-    fault = _first(bad_label_G, LABEL, batch, fault, step)
+    bad = {NOT_FINITE: ~torch.isfinite(norms_G)}
+    if class_counts_C is not None:
+        has_none_GP = class_counts_C[labels_GP.clamp(0, num_classes - 1)] == 0
+        bad[NO_COUNT] = (has_none_GP & ~is_outside_GP).any(1)
+        is_outside_GP = is_outside_GP | has_none_GP
+    if weights_GP is not None:
+        bad[WEIGHT] = ~(torch.isfinite(weights_GP) & (weights_GP >= 0)).all(1)
+    is_padding_GP = labels_GP == PADDING
+    if labels_GP.shape[1] > 1:
+        sorted_GP = labels_GP.sort(1).values
+        is_twice_G = ((sorted_GP[:, 1:] == sorted_GP[:, :-1]) & (sorted_GP[:, 1:] >= 0)).any(1)
+        bad[LABELS] = is_padding_GP.all(1) | is_twice_G
+        is_outside_GP = is_outside_GP & ~is_padding_GP
+    bad[LABEL] = ((labels_GP < 0) | (labels_GP >= num_classes)).logical_and_(is_outside_GP).any(1)
+    fault = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=norms_G.device)
+    bad = {kind: batch.is_image_G & is_bad_G for kind, is_bad_G in bad.items()}
+    is_on_cpu = norms_G.device.type == "cpu"
+    if is_on_cpu and not (any(map(torch.any, bad.values())) or (batch.steps_W != step).any()):
+        return fault  # the usual case; on a CPU the test costs nothing
+    # The label that is named: the first that is outside, or else the first.
+    values_G = labels_GP.gather(1, is_outside_GP.to(torch.int8).argmax(1, keepdim=True)).flatten()
+    for kind, is_bad_G in bad.items():
+        fault = _first(is_bad_G, kind, batch, values_G, fault, step)
     has_changed_W, is_overwritten = overwritten(batch.steps_W)
     # A negative word is a hash of changed centres, not a step, so such ranks are not compared.
     out_of_step_W = (batch.steps_W != batch.steps_W[0]) & ~has_changed_W & ~has_changed_W[0]
@@ -48,10 +74,13 @@ def find_fault(batch: GlobalBatch, norms_G: Tensor, num_classes: int, step: int)
     return torch.where(is_overwritten, torch.stack(values), fault)
 
 
-def overflow_fault(fault: Tensor, num_overflowed: Tensor) -> Tensor:
-    """Returns the fault of ranks whose drawn classes did not fit the capacity, unless there is another fault already."""
+def overflow_fault(fault: Tensor, num_overflowed: Tensor, kind: int = OVERFLOW) -> Tensor:
+    """Returns the fault of ranks whose drawn classes did not fit the capacity, unless there is another fault already.
+
+    Or of images whose logits are too large, with the kind LOGIT.
+    """
     zero = torch.zeros_like(fault[0])
-    values = torch.stack([zero + OVERFLOW, zero, zero, zero, num_overflowed.to(torch.int64), zero])
+    values = torch.stack([zero + kind, zero, zero, zero, num_overflowed.to(torch.int64), zero])
     return torch.where((fault[0] == 0) & (num_overflowed > 0), values, fault)
 
 
@@ -118,7 +147,7 @@ class FaultWatch:
         raise error(_text(kind, rank, position, value, count, step, num_classes))
 
 
-def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor, step: int) -> Tensor:
+def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, values_G: Tensor, otherwise: Tensor, step: int) -> Tensor:
     if not bad_G.numel():
         return otherwise
     # argmax of 0 and 1 returns the first 1, so every rank names the same image.
@@ -129,7 +158,7 @@ def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, otherwise: Tensor, step
             place * 0 + kind,
             place // batch.max_batch,
             place % batch.max_batch,
-            batch.labels_G.take(place),
+            values_G.take(place),
             bad_G.sum(),
             place * 0 + step,
         ]
@@ -154,6 +183,28 @@ def _text(kind: int, rank: int, position: int, value: int, count: int, step: int
         return (
             f"Rank {rank} is at step {position} of the head while rank 0 is at step {value}: every rank must call "
             f"forward, backward and step equally often. {_KEPT}"
+        )
+    if kind == LABELS:
+        return (
+            f"The image at position {position} of the batch of rank {rank} has no label, or the same one twice ({count} such "
+            f"image(s) in the global batch of step {step}, counted from 0). Every image needs one to max_labels different "
+            f"labels; -1 is padding. {_KEPT}"
+        )
+    if kind == WEIGHT:
+        return (
+            f"A weight of the image at position {position} of the batch of rank {rank} is negative or not finite ({count} such "
+            f"image(s) in the global batch of step {step}, counted from 0). Weights must be 0 or more. {_KEPT}"
+        )
+    if kind == NO_COUNT:
+        return (
+            f"Class {value}, of the image at position {position} of the batch of rank {rank}, has the class count 0 ({count} "
+            f"such image(s) in the global batch of step {step}, counted from 0). {_KEPT} class_counts must be above 0 for "
+            f"every class that occurs."
+        )
+    if kind == LOGIT:
+        return (
+            f"The inner products of {count} image(s) with their negatives are too large for exp, or not finite. {_KEPT} Lower "
+            f"the learning rate, or raise the temperature: logits should stay within ±600."
         )
     if kind == OVERWRITTEN:
         return (

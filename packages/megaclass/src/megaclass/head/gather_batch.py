@@ -1,7 +1,7 @@
 """The gathered buffer: embeddings, labels, batch sizes and a control word in a single all-gather.
 
 A rank's block, as bytes: [int64 batch size, int64 step | max_batch x int64 labels | max_batch x D embeddings].
-Rows beyond the rank's own batch are padding: label -1, embedding 0.
+Rows beyond the rank's own batch are padding: label -1, embedding 0. An image may bring several integers (labels.py).
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ class BlockLayout:
     max_batch: int
     width: int
     itemsize: int
+    num_words: int = 1
+    """Integers per image."""
 
     @property
     def labels_at(self) -> int:
@@ -30,7 +32,7 @@ class BlockLayout:
 
     @property
     def rows_at(self) -> int:
-        return self.labels_at + 8 * self.max_batch
+        return self.labels_at + 8 * self.max_batch * self.num_words
 
     @property
     def rows_end(self) -> int:
@@ -48,6 +50,7 @@ class GlobalBatch:
 
     embeddings_GD: Tensor
     labels_G: Tensor
+    """(G,), or (G, words) if an image brings several integers."""
     is_image_G: Tensor
     counts_W: Tensor
     steps_W: Tensor
@@ -66,20 +69,22 @@ def gather_batch(
     """Collective: all-gathers W * (16 + max_batch * (8 + D * itemsize)) bytes; nothing waits when max_batch is given.
 
     step: the control word; a tensor if the device forms it.
+    labels_B: (B,), or (B, words): then 8 bytes per word and image.
     Without max_batch the sizes are gathered first (8 bytes per rank) and the host waits for them.
     """
     count, width = embeddings_BD.shape
     device = embeddings_BD.device
     if max_batch is None:
         max_batch = largest_batch(count, device, group)
-    layout = BlockLayout(max_batch, width, embeddings_BD.element_size())
+    words = labels_B.shape[1:]
+    layout = BlockLayout(max_batch, width, embeddings_BD.element_size(), words.numel())
     labels_at, rows_at, rows_end = layout.labels_at, layout.rows_at, layout.rows_end
     block = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     control = block[:labels_at].view(torch.int64)
     # fill_, not an assignment: that would copy the number from the host, and a GPU would wait.
     control[0].fill_(count)
     control[1].fill_(step)
-    labels = block[labels_at:rows_at].view(torch.int64)
+    labels = block[labels_at:rows_at].view(torch.int64).view(max_batch, *words)
     labels[:count] = labels_B
     labels[count:].fill_(PADDING)
     block[rows_at:rows_end].view(embeddings_BD.dtype).view(max_batch, width)[:count] = embeddings_BD
@@ -87,7 +92,7 @@ def gather_batch(
     blocks_W = gather_blocks(block, group)
     control_W = blocks_W[:, :labels_at].view(torch.int64)
     # reshape() copies here: the labels of all ranks, which lie apart in the gathered blocks, become one vector.
-    labels_G = blocks_W[:, labels_at:rows_at].view(torch.int64).reshape(-1)
+    labels_G = blocks_W[:, labels_at:rows_at].view(torch.int64).reshape(-1, *words)
     embeddings_GD = blocks_W[:, rows_at:rows_end].view(embeddings_BD.dtype).reshape(len(labels_G), width)
     counts_W = control_W[:, 0].contiguous()
     places = torch.arange(max_batch, device=device)

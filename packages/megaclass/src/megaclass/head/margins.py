@@ -8,18 +8,20 @@ images to them. The authors' code adds them first. This way accumulated parts eq
 changes nothing.
 
 Sources of the formulas: SphereFace arXiv:1704.08063, CosFace 1801.09414, ArcFace 1801.07698, CurricularFace 2004.00288,
-MagFace 2103.06627, ElasticFace 2109.09416, AdaFace 2204.00964.
+MagFace 2103.06627, ElasticFace 2109.09416, AdaFace 2204.00964, SphereFace2 2108.01513, UniFace ICCV 2023, dynamic margins
+2010.05350, inter-topk 2110.05042.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megaclass.errors import HeadError
+from megaclass.head.losses import LossName
 
 Gradient = Literal["exact", "straight-through"]
 GpuRule = Literal["cosine", "angle"]
@@ -28,7 +30,10 @@ GpuRule = Literal["cosine", "angle"]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The images of the global batch as a margin sees them; all vectors are float64 of length G."""
+    """The images of the global batch as a margin sees them; all vectors are float64 of length G.
+
+    If images have several labels, every vector has one entry per image and label, G * P in all.
+    """
 
     cosines_G: Tensor
     """Cosine between each image and its own class. Differentiable."""
@@ -40,10 +45,19 @@ class Targets:
     """The margin's own running values, as they were when the step began."""
     normals: Callable[[], Tensor]
     """Draws standard normal numbers, one per image, from (seed, step, place in the global batch)."""
+    classes_G: Tensor | None = None
+    """Number of each image's class, int64; below 0 for padding."""
+    class_counts_G: Tensor | None = None
+    """Images of that class in the training data; None if the head was built without class_counts. 1 for padding."""
+    hardest_G: Tensor | None = None
+    """Cosine of each image's k-th closest negative over all ranks, for a margin with num_hardest = k; (G,)."""
+    is_cosine: bool = True
+    """False for a head with inner products, whose values are not bounded."""
 
     def with_cosines(self, cosines_G: Tensor, *, requires_grad: bool = False) -> "Targets":
         """Returns the images with these cosines, clamped to ±1; as leaves of a new autograd graph if requires_grad."""
-        cosines_G = cosines_G.detach().clamp(-1, 1).requires_grad_(requires_grad)
+        cosines_G = cosines_G.detach().clamp(-1, 1) if self.is_cosine else cosines_G.detach().clone()
+        cosines_G = cosines_G.requires_grad_(requires_grad)
         return replace(self, cosines_G=cosines_G, norms_G=self.norms_G.detach().clone().requires_grad_(requires_grad))
 
 
@@ -57,6 +71,21 @@ class Margin:
     """The rule of target_logits that the GPU's program contains with its derivative, if any, for the size `margin`. Without
     one autograd forms the derivative, in some sixty launches more. A subclass does not inherit it."""
     initial_state: ClassVar[Mapping[str, float]] = {}
+    negatives_read_targets: ClassVar[bool] = True
+    """True: negative_logits, if there is one, reads targets.cosines_G, which costs an exchange of its own."""
+    num_hardest: int = 0
+    """Above 0: targets.hardest_G is given to negative_logits. It costs one more product with the centres."""
+    needs_class_counts: ClassVar[bool] = False
+    needs_cosines: ClassVar[bool] = True
+    """False: the formula also holds for inner products."""
+    loss: ClassVar[LossName] = "softmax"
+    """The loss if PartialFC is not told one."""
+    sizes: ClassVar[tuple[str, ...]] = ("margin",)
+    """Fields that a margin schedule multiplies."""
+    learns_bias: ClassVar[bool] = False
+    """The state `bias` is an addend of all logits, and statistics() is replaced by its gradient: (images, sum over them)."""
+    loss_factors: tuple[float, float] = (1.0, 1.0)
+    """Factors of the labels' and of the negatives' terms of the sigmoid loss."""
 
     def __repr__(self) -> str:
         """Returns class and fields. Ranks compare it, so it must not contain an address."""
@@ -70,6 +99,17 @@ class Margin:
     def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
         """Returns the (G, S) logits of the other classes; differentiated with respect to cosines_GS alone."""
         return self.scale * cosines_GS
+
+    def state_for(self, num_classes: int) -> Mapping[str, float]:
+        """Returns the running values at the start."""
+        return self.initial_state
+
+    def at_share(self, share: float) -> "Margin":
+        """Returns this margin with its sizes multiplied by `share`, for a margin schedule."""
+        sizes = {name: share * getattr(self, name) for name in self.sizes if hasattr(self, name)}
+        if not sizes or not is_dataclass(self):
+            raise HeadError(f"margin_schedule was given for {self!r}, which has no size: it needs a margin with one.")
+        return replace(self, **sizes)
 
     def logit_bound(self) -> float:
         """Returns a bound of the negatives' |logit|. Above 66 the kernels spend a pass on the row maximum."""
@@ -120,6 +160,7 @@ class NormalisedSoftmax(Margin):
 
     scale: float = 64.0
     gpu_rule: ClassVar[GpuRule | None] = "cosine"
+    needs_cosines: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_scale(self)
@@ -154,6 +195,7 @@ class CosFace(Margin):
     scale: float = 64.0
     margin: float = 0.4
     gpu_rule: ClassVar[GpuRule | None] = "cosine"
+    needs_cosines: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_scale(self)
@@ -173,6 +215,7 @@ class CombinedMargin(Margin):
     cosine: float = 0.0
     gradient: Gradient = "exact"
     """`straight-through` takes the derivative of the logit as `scale`, and does not continue the value past pi."""
+    sizes: ClassVar[tuple[str, ...]] = ("angle", "cosine")
 
     def __post_init__(self) -> None:
         _check_scale(self)
@@ -247,6 +290,7 @@ class MagFace(Margin):
     lower_margin: float = 0.45
     upper_margin: float = 0.8
     penalty_weight: float = 35.0
+    sizes: ClassVar[tuple[str, ...]] = ("lower_margin", "upper_margin")
 
     def __post_init__(self) -> None:
         _check_scale(self)
@@ -338,6 +382,151 @@ class ElasticFace(Margin):
         return self.scale * add_angle(targets.cosines_G, margins_G)
 
 
+@dataclass(frozen=True)
+class DynamicArcFace(Margin):
+    """ArcFace with a margin per class: factor * n^-exponent + offset, for a class of n training images.
+
+    Rare classes get the larger margin. The defaults are those of the winners of the Google Landmarks challenge 2020.
+    """
+
+    scale: float = 64.0
+    factor: float = 0.45
+    exponent: float = 0.25
+    offset: float = 0.05
+    needs_class_counts: ClassVar[bool] = True
+    sizes: ClassVar[tuple[str, ...]] = ("factor", "offset")
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "offset", 0, math.pi / 2)
+        _check_range(self, "factor", 0, math.pi / 2 - self.offset)
+        _check_range(self, "exponent", 0, 8)
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        assert targets.class_counts_G is not None, "the head has checked that it has class counts"
+        # Counts may be frequencies: the margin of a class never exceeds that of a single image.
+        margins_G = self.factor * targets.class_counts_G.clamp_min(1) ** -self.exponent + self.offset
+        return self.scale * add_angle(targets.cosines_G, margins_G)
+
+
+@dataclass(frozen=True)
+class InterTopK(Margin):
+    """ArcFace with an extra margin for the k closest negatives of each image: scale * cos(theta - extra)."""
+
+    scale: float = 64.0
+    margin: float = 0.2
+    extra: float = 0.06
+    k: int = 5
+    touches_only_target: ClassVar[bool] = False
+    negatives_read_targets: ClassVar[bool] = False
+    sizes: ClassVar[tuple[str, ...]] = ("margin", "extra")
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "margin", 0, math.pi / 2)
+        _check_range(self, "extra", 0, math.pi / 2)
+        _check_range(self, "k", 1, 10_000)
+
+    @property
+    def num_hardest(self) -> int:  # type: ignore[override]
+        return self.k
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        return self.scale * add_angle(targets.cosines_G, self.margin)
+
+    def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
+        assert targets.hardest_G is not None, "the head forms it for num_hardest"
+        is_hard_GS = cosines_GS >= targets.hardest_G.to(cosines_GS.dtype)[:, None]
+        # Rounding may take a cosine to or past 1, where the angle has no derivative.
+        closer_GS = add_angle(cosines_GS.clamp(-1, 1), -self.extra)
+        return self.scale * torch.where(is_hard_GS, closer_GS, cosines_GS)
+
+
+@dataclass(frozen=True)
+class _SigmoidMargin(Margin):
+    """Base class of margins for the sigmoid loss: all logits get a bias, which every step moves against its gradient."""
+
+    scale: float = 64.0
+    margin: float = 0.4
+    bias: float | None = None
+    """The bias at the start; None: a value that depends on the number of classes."""
+    bias_rate: float = 0.1
+    """Learning rate of the bias; 0 keeps it."""
+    touches_only_target: ClassVar[bool] = False
+    negatives_read_targets: ClassVar[bool] = False
+    loss: ClassVar[LossName] = "sigmoid"
+    learns_bias: ClassVar[bool] = True
+    initial_state: ClassVar[Mapping[str, float]] = {"bias": 0.0}
+
+    def __post_init__(self) -> None:
+        _check_scale(self)
+        _check_range(self, "margin", 0, 2)
+        _check_range(self, "bias_rate", 0, math.inf)
+        if self.bias is not None:
+            _check_range(self, "bias", -600, 600)
+
+    def next_state(self, state: Mapping[str, Tensor], statistics: Tensor) -> dict[str, Tensor]:
+        count, gradient = statistics
+        return {"bias": state["bias"] - self.bias_rate * gradient / count.clamp_min(1)}
+
+
+@dataclass(frozen=True)
+class UniFace(_SigmoidMargin):
+    """Every class decides for itself whether the image is its own, with one threshold for all: log(1 + exp(logit)).
+
+    Own class: scale * (cos(theta) - margin) + bias, others: scale * cos(theta) + bias. margin=0 is the plain sigmoid loss. The
+    bias starts at -log(10 * classes).
+    """
+
+    def state_for(self, num_classes: int) -> Mapping[str, float]:
+        return {"bias": -math.log(10 * num_classes) if self.bias is None else self.bias}
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        return self.scale * (targets.cosines_G - self.margin) + targets.state["bias"]
+
+    def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
+        return self.scale * cosines_GS + targets.state["bias"].to(cosines_GS.dtype)
+
+
+@dataclass(frozen=True)
+class SphereFace2(_SigmoidMargin):
+    """One binary classifier per class, with g(cos) = 2 * ((cos + 1) / 2)^t - 1 in place of the cosine.
+
+    Own class: scale * (g - margin) + bias, others: scale * (g + margin) + bias. The terms of the own class count
+    balance / scale, those of the others (1 - balance) / scale. The bias starts where both pull equally at a right angle.
+    """
+
+    scale: float = 40.0
+    t: float = 3.0
+    balance: float = 0.7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range(self, "t", 1, 100)
+        _check_range(self, "balance", 1e-6, 1 - 1e-6)
+
+    @property
+    def loss_factors(self) -> tuple[float, float]:  # type: ignore[override]
+        return self.balance / self.scale, (1 - self.balance) / self.scale
+
+    def state_for(self, num_classes: int) -> Mapping[str, float]:
+        if self.bias is not None:
+            return {"bias": self.bias}
+        ratio = self.balance / ((1 - self.balance) * max(1, num_classes - 1))
+        own, other = (self.scale * (2 * 0.5**self.t - 1 + sign * self.margin) for sign in (-1, 1))
+        root = math.sqrt((1 - ratio) ** 2 + 4 * ratio * math.exp(own - other))
+        return {"bias": math.log(2 * ratio) - other - math.log(1 - ratio + root)}
+
+    def target_logits(self, targets: Targets) -> Tensor:
+        return self.scale * (self._g(targets.cosines_G) - self.margin) + targets.state["bias"]
+
+    def negative_logits(self, cosines_GS: Tensor, targets: Targets) -> Tensor:
+        return self.scale * (self._g(cosines_GS) + self.margin) + targets.state["bias"].to(cosines_GS.dtype)
+
+    def _g(self, cosines: Tensor) -> Tensor:
+        return 2 * ((cosines + 1) / 2).clamp(0, 1) ** self.t - 1
+
+
 # The margins of recipes: name, class, and the field that `head.margin_size` sets (None: the margin has no single size).
 # A new margin is a class above and a line here. `megaclass` exports all classes of this table, and `make docs` lists them.
 MARGINS: dict[str, tuple[type[Margin], str | None]] = {
@@ -349,6 +538,10 @@ MARGINS: dict[str, tuple[type[Margin], str | None]] = {
     "magface": (MagFace, None),
     "curricularface": (CurricularFace, "margin"),
     "elasticface": (ElasticFace, "margin"),
+    "dynamic": (DynamicArcFace, "factor"),
+    "intertopk": (InterTopK, "margin"),
+    "uniface": (UniFace, "margin"),
+    "sphereface2": (SphereFace2, "margin"),
 }
 
 

@@ -1,6 +1,6 @@
 """The classifier: embeddings -> loss. Its classes are split over the ranks, and a share of them takes part in each step.
 
-This file is the whole public class. The arithmetic of a step is in step.py, cpu/step.py and gpu/step.py.
+This file is the whole public class. The arithmetic of a step is in plain_step.py and gpu/step.py.
 
 State of a step: `_open_step` (OpenStep in step.py) holds the draw that begin_step() makes for all forwards, and what the
 update needs of each backward. step() and abandon_step() form a new one and advance `step_count`, which every rank counts
@@ -27,9 +27,9 @@ import copy
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,23 +37,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megaclass.errors import HeadError
+from megaclass.head import chunked
 from megaclass.head import state_dict as head_state
 from megaclass.head.centres import STORAGE_DTYPES, Centres, ClassRange, class_range
-from megaclass.head.cpu import chunked
-from megaclass.head.cpu.step import PlainStep
 from megaclass.head.faults import FaultWatch
 from megaclass.head.followed_scaler import FollowedScaler, check_unscaled
 from megaclass.head.gather_batch import GlobalBatch, gather_batch
+from megaclass.head.labels import Labels, Weights, label_words, read_words
+from megaclass.head.losses import LossName
 from megaclass.head.margins import CurricularFace, Margin
-from megaclass.head.problem import Kernel, rows_of_classes, unit_rows
+from megaclass.head.plain_step import PlainStep
+from megaclass.head.problem import Kernel, rows_of_classes
 from megaclass.head.row_optimizers import RowOptimizer
-from megaclass.head.sampling import SampleRate, rate_schedule
+from megaclass.head.sampling import Negatives, SampleRate, rate_schedule
 from megaclass.head.settings import (
     HasGroup,
     HeadSettings,
+    Similarity,
     check_batch,
     check_embeddings,
     check_tensors,
+    checked_counts,
     chosen_device,
     chosen_group,
     chosen_margin,
@@ -66,12 +70,6 @@ from megaclass.head.step import ForBackward, HeadStats, LossPart, OpenStep, Step
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size, sum_over_ranks_
 from megaclass_launch.ranks.gloo_exit import end_gloo_at_exit
 
-if TYPE_CHECKING:
-    from megaclass.head.gpu.step import FusedStep
-
-
-StepEngine: TypeAlias = "PlainStep | FusedStep"
-"""The class that computes the steps of one head. The step number is the head's and comes with every call."""
 _FUSED = "triton_fused"
 # Classes that are compared with embeddings at a time.
 _BLOCK_CLASSES = 1 << 16
@@ -128,6 +126,16 @@ class PartialFC(nn.Module):
         sample_positives: bool = False,
         stored_bytes: int | None = None,
         module_state: ModuleState = "refuse",
+        loss: LossName | None = None,
+        max_labels: int = 1,
+        weighted: bool = False,
+        label_smoothing: float = 0.0,
+        similarity: Similarity = "cosine",
+        bias: bool = False,
+        temperature: float | None = None,
+        negatives: Negatives = "uniform",
+        class_counts: Tensor | None = None,
+        margin_schedule: Sequence[tuple[int, float]] = (),
         device: torch.device | str | None = None,
     ) -> None:
         """Collective: the ranks compare their settings.
@@ -152,6 +160,16 @@ class PartialFC(nn.Module):
             GPU's memory.
         module_state: behaviour of state_dict() of a module around a head on several ranks. "refuse" raises, "whole"
             gathers all classes (collective), "local" holds this rank's classes.
+        loss: "softmax", "decoupled" or "sigmoid" (losses.py); by default that of the margin.
+        max_labels: most labels per image. weighted: forward is given weights.
+        label_smoothing: share of an image's weight that is spread evenly over the classes that take part.
+        similarity: "inner" compares by inner products, with NormalisedSoftmax or CosFace as the margin.
+        bias: a learned bias per class, for inner products: the last number of each centre.
+        temperature: logits are divided by it; it replaces the scale of the margin, which is its inverse.
+        negatives: "uniform"; "frequencies" draws them in proportion to class_counts; "in-batch" draws uniformly and takes the
+            labels of the other images for draws by frequency. The last two are always corrected for the sampling (logQ).
+        class_counts: (C,) training images of each class, or their frequencies, the same on every rank.
+        margin_schedule: [(step, share of the margin), …], linear in between: [(0, 0.0), (2000, 1.0)] is a warm-up.
         device: by default the head moves to the device of the first embeddings it is given.
         """
         super().__init__()
@@ -161,10 +179,12 @@ class PartialFC(nn.Module):
         self.group, self.rank, self.world_size = group, group_rank(group), group_size(group)
         embedding_dim = whole_number("embedding_dim", embedding_dim)
         num_classes = whole_number("num_classes", num_classes)
+        chosen = chosen_margin(margin, loss, similarity, temperature)
+        counts_C, counts_digest = checked_counts(class_counts, num_classes)
         self.settings = HeadSettings(
             embedding_dim=embedding_dim,
             num_classes=num_classes,
-            margin=chosen_margin(margin),
+            margin=chosen,
             optimizer=chosen_optimizer(optimizer),
             rates=rate_schedule(sample_rate),
             seed=seed,
@@ -178,6 +198,15 @@ class PartialFC(nn.Module):
             sample_positives=sample_positives,
             stored_bytes=stored_bytes,
             module_state=module_state,
+            loss=chosen.loss if loss is None else loss,
+            max_labels=whole_number("max_labels", max_labels),
+            is_weighted=weighted,
+            label_smoothing=label_smoothing,
+            similarity=similarity,
+            has_bias=bias,
+            negatives=negatives,
+            margin_shares=tuple((int(step), float(share)) for step, share in margin_schedule),
+            class_counts=counts_digest,
         )
         self.embedding_dim, self.num_classes = embedding_dim, num_classes
         self.margin, self.optimizer = self.settings.margin, self.settings.optimizer
@@ -188,11 +217,11 @@ class PartialFC(nn.Module):
         if device.type == "meta":
             raise HeadError("PartialFC cannot be built on the meta device, which holds no values: give device=.")
         # What this rank can judge alone comes first. Then the ranks compare, before each of them draws millions of centres.
-        chosen = choose_engine(kernel, device, margin=self.margin, dtype=STORAGE_DTYPES[storage])
+        engine = choose_engine(self.settings, device, dtype=STORAGE_DTYPES[storage])
         self.settings.compare_between_ranks(device, group)
         self.store = Centres(
             self.classes,
-            embedding_dim,
+            self.settings.width,
             num_subcentres,
             storage=storage,
             optimizer=self.optimizer,
@@ -200,38 +229,49 @@ class PartialFC(nn.Module):
             device=device,
             # Ranks hold one class more or less; all of them watch places of their centres that every rank has.
             fewest_classes=num_classes // self.world_size,
+            is_cosine=self.settings.is_cosine,
+            has_bias=bias,
         )
+        self._class_counts_C = None if counts_C is None else counts_C.to(device)
         # On the device, where the update moves them: the host never reads them within a step.
         self.margin_state = {
             name: torch.tensor(value, dtype=torch.float64, device=device)
-            for name, value in self.margin.initial_state.items()
+            for name, value in self.margin.state_for(num_classes).items()
         }
-        self._start_engine(*chosen)
+        self._start_engine(*engine)
         self._follows_embeddings = follows_embeddings
 
-    def _start_engine(self, engine: type[StepEngine], kernel: Kernel) -> None:
+    def _start_engine(self, engine: type[PlainStep], kernel: Kernel) -> None:
         """Forms what depends on the device and dtype of the centres, and on nothing else."""
         faults = FaultWatch(self.device)
         faults.is_scaled = self._scaler is not None
-        self._engine = engine(StepContext(self.settings, self.store, self.margin_state, self.group, faults), kernel)
+        counts_C = self._class_counts_C
+        context = StepContext(self.settings, self.store, self.margin_state, self.group, faults, counts_C)
+        self._engine = engine(context, kernel)
         # Lets loss.backward() reach the centres when the embeddings themselves are frozen.
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._open_step = OpenStep()
 
     # ---- the step ----------------------------------------------------------------------------------------------
 
-    def forward(self, embeddings_BD: Tensor, labels_B: Tensor) -> Tensor:
+    def forward(self, embeddings_BD: Tensor, labels: Labels, weights: Weights | None = None) -> Tensor:
         """Collective. Returns the mean loss over the global batch, the same on every rank.
 
         After `begin_step` it is this part's share of the step's mean.
 
         embeddings_BD: (B, D) floating, not normalised.
-        labels_B: (B,) integers in [0, num_classes).
+        labels: (B,) integers in [0, num_classes). With max_labels above 1 also (B, up to max_labels), where -1 is padding, or a
+            list with a list of labels for each image.
+        weights: for a head with weighted=True. (B,) is one per image, which its labels share; for the loss sigmoid each label
+            has it. Weights in the shape of the labels are taken as given (soft labels). The mean is over images, whatever they
+            weigh.
         """
-        check_tensors(embeddings=embeddings_BD, labels=labels_B)
+        check_tensors(embeddings=embeddings_BD)
+        if self.settings.max_labels == 1:
+            check_tensors(labels=labels, weights=weights)
         self._settle_on(embeddings_BD.device)
         built_as = self.rank, self.world_size
-        check_batch(self.settings, embeddings_BD, labels_B, built_as, self.group, self.device)
+        check_batch(self.settings, embeddings_BD, labels, weights, built_as, self.group, self.device)
         # Both are asked out here, because the block below switches off what they depend on: autocast and gradients.
         product_dtype = self._engine.context.product_dtype(embeddings_BD)
         for_backward = None
@@ -241,8 +281,8 @@ class PartialFC(nn.Module):
         # stored_bytes allows and computes the rest again.
         with torch.no_grad(), _without_autocast(self.device):
             draw, part = self._engine.forward(
-                embeddings_BD.detach(),
-                labels_B,
+                self._widened(embeddings_BD.detach()),
+                self._words(labels, weights),
                 self._open_step.opened,
                 step=self.step_count,
                 product_dtype=product_dtype,
@@ -264,22 +304,36 @@ class PartialFC(nn.Module):
             self._default_stored = self.device, default_stored_bytes(self.device)
         return self._default_stored[1]
 
-    def begin_step(self, labels: Tensor) -> None:
+    def _words(self, labels: Labels, weights: Weights | None) -> Tensor:
+        settings = self.settings
+        is_shared = settings.loss != "sigmoid"
+        words = label_words(labels, weights, settings.max_labels, settings.is_weighted, is_shared=is_shared)
+        return words.to(self.device)
+
+    def _widened(self, embeddings_BD: Tensor) -> Tensor:
+        """Returns the embeddings with a 1 behind each, which meets the bias of the centres."""
+        return nn.functional.pad(embeddings_BD, (0, 1), value=1.0) if self.settings.has_bias else embeddings_BD
+
+    def begin_step(self, labels: Labels) -> None:
         """Collective. Opens a step of several forwards (gradient accumulation). Two small all-gathers.
 
         labels: all labels this rank will bring in the step, in order. The classes that take part and the mean are then
         those of the whole step, so the parts add up to what one big batch gives.
         """
         self._open_step.check_closed()
-        check_tensors(labels=labels)
+        if self.settings.max_labels == 1:
+            check_tensors(labels=labels)
         # Labels on the CPU say nothing about where the embeddings will be.
-        if labels.device.type != "cpu":
+        if isinstance(labels, Tensor) and labels.device.type != "cpu":
             self._settle_on(labels.device)
         with torch.no_grad():
             # The all-gather of forward, with embeddings of no columns. Not with max_batch, which bounds a single forward.
             no_embeddings = torch.zeros((len(labels), 0), device=self.device)
-            batch = gather_batch(no_embeddings, labels, step=self.step_count, max_batch=None, group=self.group)
-            self._open_step.opened = self._engine.draw(batch.labels_G, batch.counts_W, self.step_count)
+            words = self._words(labels, None)
+            batch = gather_batch(no_embeddings, words, step=self.step_count, max_batch=None, group=self.group)
+            labels_GP, _ = read_words(batch.labels_G, self.settings.max_labels)
+            # The padding of the gathered block is -1 in all words.
+            self._open_step.opened = self._engine.draw(labels_GP.flatten(), batch.counts_W, self.step_count)
 
     @torch.no_grad()
     def step(
@@ -393,8 +447,9 @@ class PartialFC(nn.Module):
         """
         if not 1 <= k < self.num_classes:
             raise HeadError(f"nearest() was asked for k={k}: it must lie in [1, {self.num_classes - 1}].")
-        own = self.centres(torch.tensor([class_id])).reshape(-1, self.embedding_dim)
-        cosines_K = self.store.cosines_to(unit_rows(own, self.store.work_dtype)[0])
+        own = self.centres(torch.tensor([class_id])).reshape(-1, self.settings.width)
+        unit_MD = self.store.directions(own)[0]
+        cosines_K = torch.cat([cosines.amax(0) for _, cosines in self._cosine_blocks(unit_MD)])
         if self.classes.start <= class_id < self.classes.stop:
             cosines_K[class_id - self.classes.start] = -torch.inf
         top = cosines_K.topk(min(k, len(cosines_K)))
@@ -405,6 +460,25 @@ class PartialFC(nn.Module):
         cosines, ids = gather_blocks(cosines_k, self.group).flatten(), gather_blocks(ids_k, self.group).flatten()
         best = cosines.topk(k)
         return ids[best.indices], best.values
+
+    @torch.no_grad()
+    def minor_subcentres(self, k: int = 1000) -> tuple[int, int, list[tuple[int, int, int]]]:
+        """Collective. Returns how many images had another sub-centre than the most frequent one of their class.
+
+        Such images are often mislabelled. Counted are the steps since store.num_wins_R was set to zero: the training does so at
+        the start of every epoch. Returns the number of images, of those in minor sub-centres, and (class, images, images in
+        minor sub-centres) of the k classes that have most of the latter. An all-gather of 24 * k bytes per rank.
+        """
+        wins_KM = self.store.num_wins_R.view(-1, self.store.num_subcentres).long()
+        images_K = wins_KM.sum(1)
+        minor_K = images_K - wins_KM.amax(1)
+        totals = sum_over_ranks_(torch.stack([images_K.sum(), minor_K.sum()]), self.group).tolist()
+        best = minor_K.topk(min(k, len(minor_K))).indices
+        found = torch.stack([best + self.classes.start, images_K[best], minor_K[best]], 1)
+        # Every rank sends k rows; one with fewer classes fills up with zeros.
+        rows = gather_blocks(nn.functional.pad(found, (0, 0, 0, k - len(found))), self.group).flatten(0, 1)
+        order = rows[:, 2].argsort(descending=True, stable=True)[:k]
+        return totals[0], totals[1], [(row[0], row[1], row[2]) for row in rows[order].tolist() if row[2] > 0]
 
     @torch.no_grad()
     def logits(self, embeddings_BD: Tensor) -> Tensor:
@@ -453,7 +527,7 @@ class PartialFC(nn.Module):
         """Collective. Returns the unit embeddings of all ranks."""
         self._settle_on(embeddings_BD.device)
         check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
-        unit_BD = unit_rows(embeddings_BD.detach(), self.store.work_dtype)[0]
+        unit_BD = self.store.directions(self._widened(embeddings_BD.detach()))[0]
         labels_B = torch.zeros(len(unit_BD), dtype=torch.int64, device=unit_BD.device)
         return gather_batch(unit_BD, labels_B, step=0, max_batch=None, group=self.group)
 
@@ -462,7 +536,7 @@ class PartialFC(nn.Module):
         num_subcentres = self.store.num_subcentres
         with _without_autocast(unit_GD.device):
             for number, block in enumerate(self.store.weight_RD.split(_BLOCK_CLASSES * num_subcentres)):
-                cosines = unit_GD @ unit_rows(block, self.store.work_dtype)[0].T
+                cosines = unit_GD @ self.store.directions(block)[0].T
                 cosines = cosines.unflatten(1, (-1, num_subcentres)).amax(2)
                 yield self.classes.start + number * _BLOCK_CLASSES, cosines
 
@@ -587,6 +661,8 @@ class PartialFC(nn.Module):
             raise HeadError("The head was moved or converted inside an open step: call step() first.")
         chosen = self._choose_engine(probe)
         self.store.apply_(fn)
+        if self._class_counts_C is not None:
+            self._class_counts_C = self._class_counts_C.to(probe.device)
         for name, value in self.margin_state.items():
             moved = fn(value)
             self.margin_state[name] = moved if moved.dtype == value.dtype else value.to(moved.device)
@@ -597,8 +673,8 @@ class PartialFC(nn.Module):
             self._follows_embeddings = False
         return self
 
-    def _choose_engine(self, weight: Tensor) -> tuple[type[StepEngine], Kernel]:
-        return choose_engine(self.settings.kernel, weight.device, margin=self.settings.margin, dtype=weight.dtype)
+    def _choose_engine(self, weight: Tensor) -> tuple[type[PlainStep], Kernel]:
+        return choose_engine(self.settings, weight.device, dtype=weight.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for copies and pickles: all but the scaler, the open step and what _start_engine() forms."""
@@ -662,7 +738,7 @@ class _HeadLoss(torch.autograd.Function):
             grad_BD = ctx.head._engine.backward(ctx.draw, ctx.part, upstream, ctx.needs_input_grad[0], ctx.dtype)
         if grad_BD is not None:
             # The rows behind are padding up to max_batch.
-            grad_BD = ctx.head._engine.faults.masked(grad_BD[: ctx.num_images])
+            grad_BD = ctx.head._engine.faults.masked(grad_BD[: ctx.num_images, : ctx.head.embedding_dim])
         return grad_BD, None, None, None, None, None
 
 
@@ -670,17 +746,18 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def choose_engine(
-    name: str, device: torch.device, *, margin: Margin, dtype: torch.dtype
-) -> tuple[type[StepEngine], Kernel]:
-    """Returns the step and the kernel for a name; `auto` is the fastest that this device has for these settings.
+    settings: HeadSettings, device: torch.device, *, dtype: torch.dtype
+) -> tuple[type[PlainStep], Kernel]:
+    """Returns the step and the kernel; for kernel="auto" the fastest that this device has for these settings.
 
     dtype: of the stored centres. On a GPU a warning says why `auto` is not the fused kernel.
     """
+    name = settings.kernel
     if name == "chunked":
         return PlainStep, chunked
     if name not in ("auto", _FUSED):
         raise HeadError(f"Unknown kernel {name!r} for {device}: expected auto, chunked or {_FUSED}.")
-    obstacle = fused_obstacle(device, margin=margin, dtype=dtype)
+    obstacle = fused_obstacle(settings, device, dtype=dtype)
     if obstacle is None and (device.type == "cuda" or name == _FUSED):
         # Imported here: Triton need not be installed.
         from megaclass.head.gpu import kernel
@@ -694,7 +771,7 @@ def choose_engine(
     return PlainStep, chunked
 
 
-def fused_obstacle(device: torch.device, *, margin: Margin, dtype: torch.dtype) -> str | None:
+def fused_obstacle(settings: HeadSettings, device: torch.device, *, dtype: torch.dtype) -> str | None:
     """Returns why the fused kernel cannot run, as the end of a sentence; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
@@ -708,8 +785,9 @@ def fused_obstacle(device: torch.device, *, margin: Margin, dtype: torch.dtype) 
         return "it computes in float32, and storage is 'float64'"
     from megaclass.head.gpu.kernel import MAX_LOGIT
 
+    margin = settings.margin
     if margin.logit_bound() > MAX_LOGIT:
         return f"it takes logits up to {MAX_LOGIT:g}, and those of {margin} reach {margin.logit_bound():g}"
     if not margin.touches_only_target and not isinstance(margin, CurricularFace):
         return f"{type(margin).__name__} changes the negatives' logits in a way it does not know"
-    return None
+    return settings.unfused()

@@ -7,12 +7,14 @@ A kernel works on the negatives alone. With cos_gs the cosine of image g and cla
     grad_unit_SD  = sum over g of c_g * weight_s * e_gs * dz/dcos * unit image g
 
 where c_g = upstream gradient / softmax denominator is an argument: it is known after the ranks have summed their masses.
+Variants, for the plain kernel only: log(1 + exp(z)) in place of exp(z), inner products in place of cosines, several labels per
+image, and a second sum. N counts the pairs of an image and one of its labels, image by image.
 The logit, margin and gradient of the target are one row per image, computed outside in full precision.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +37,8 @@ class Problem:
     """All centres of this rank, as stored; R = K * M, the sub-centres of a class are adjacent."""
     classes_S: Tensor | None
     """Local ids of the classes that take part, ascending; None: all of them. Ids of K and above are padding."""
-    target_slot_G: Tensor
-    """Place of each image's class among the S, -1 if another rank owns it."""
+    target_slots_N: Tensor
+    """Place of each label's class among the S, -1 if another rank owns it or there is none; N = G * labels per image."""
     class_weight_S: Tensor | None
     """Factor of each class's exponential (sampling correction; 0 for padding); None: 1."""
     num_drawn: Tensor | None
@@ -52,6 +54,13 @@ class Problem:
     """Most bytes of exponentials kept between forward and backward; the rest is computed again."""
     negative_logits: Callable[[Tensor], Tensor] | None = None
     """Cosines -> logits if a margin changes the negatives; None: scale * cosine."""
+    max_labels: int = 1
+    is_cosine: bool = True
+    """False: centres and images are compared as they are, not their unit vectors."""
+    is_sigmoid: bool = False
+    """The mass is a sum of log(1 + exp(z)), not of exp(z)."""
+    second: Literal["slope", "logit"] | None = None
+    """A second sum: of z, which has a gradient; or with is_sigmoid of 1 / (1 + exp(-z)), whose gradient is not needed."""
     curriculum: tuple[Tensor, Tensor] | None = None
     """CurricularFace's borders (G,) and t (), where negative_logits is its rule: fused kernels know it."""
     stored: "Stored | None" = None
@@ -97,9 +106,14 @@ def take_rows(tensor: Tensor, rows: slice | Tensor) -> Tensor:
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
-def unit_rows(weight_RD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the rows divided by their length, and 1 / length; for a zero row both are zero."""
+def unit_rows(weight_RD: Tensor, dtype: torch.dtype, *, is_cosine: bool = True) -> tuple[Tensor, Tensor]:
+    """Returns the rows divided by their length, and 1 / length; for a zero row both are zero.
+
+    Without is_cosine: the rows as they are, and ones.
+    """
     weight_RD = weight_RD.to(dtype)
+    if not is_cosine:
+        return weight_RD, torch.ones_like(weight_RD[:, 0])
     norms_R = torch.linalg.vector_norm(weight_RD, dim=1)
     inverse_R = torch.where(norms_R > 0, 1 / norms_R, 0)
     return weight_RD * inverse_R[:, None], inverse_R
@@ -121,10 +135,10 @@ class Kernel(Protocol):
     """Interface of all kernels; the module docstring defines the three results."""
 
     def mass(self, problem: Problem) -> Tensor:
-        """(G,) float64."""
+        """(G,) float64; (2, G) with the second sum."""
 
     def grad_images(self, problem: Problem, coefficients_G: Tensor) -> Tensor:
-        """(G, D) in the work dtype; coefficients_G: float64."""
+        """(G, D) in the work dtype; coefficients_G: float64, (2, G) if the second sum has a gradient."""
 
     def grad_centres(self, problems: list[Problem], coefficients: list[Tensor]) -> Iterator[CentreGradient]:
         """Summed over the problems (the parts of an accumulated batch, all with the same classes), slot by slot."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from megaclass.keyed_random import Stream
 _BLOCK = 1 << 16
 
 SampleRate = float | Sequence[tuple[int, float]]
+Negatives = Literal["uniform", "frequencies", "in-batch"]
+NEGATIVES: tuple[str, ...] = get_args(Negatives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,34 @@ def rate_of_negatives(labels_G: Tensor, num_classes: int, rate: float) -> Tensor
     return ((rate * num_classes - num_positives) / (num_classes - num_positives).clamp_min(1)).clamp(0, 1)
 
 
+def rates_by_frequency(frequencies_C: Tensor, rate: float) -> Tensor:
+    """Returns a rate per class, proportional to its frequency and at most 1, with rate * C classes drawn on average.
+
+    Fewer, if fewer classes have a frequency above 0. float64.
+    """
+    frequencies_C = frequencies_C.double()
+    sorted_C = frequencies_C.sort(descending=True).values
+    places_C = torch.arange(len(sorted_C), dtype=torch.float64, device=sorted_C.device)
+    # If the j most frequent classes are drawn with certainty, the others share what is left.
+    rest_C = sorted_C.flip(0).cumsum(0).flip(0)
+    factors_C = (rate * len(sorted_C) - places_C) / rest_C.clamp_min(torch.finfo(torch.float64).tiny)
+    fits_C = (factors_C * sorted_C <= 1) & (sorted_C > 0)
+    if not fits_C.any():
+        return (frequencies_C > 0).double()
+    return (factors_C[fits_C.to(torch.int8).argmax()] * frequencies_C).clamp(0, 1)
+
+
+def in_batch_probability(frequencies_K: Tensor, rate: float, num_others: Tensor) -> Tensor:
+    """Returns the probability that a class takes part: drawn, or the label of one of the other images; (K,) float64.
+
+    frequencies_K: shares of the labels. num_others: 0-d, labels of the batch but the image's own.
+    """
+    return 1 - (1 - rate) * (1 - frequencies_K.double()) ** num_others.clamp_min(0)
+
+
 def draw_threshold(rate: Tensor) -> Tensor:
-    """Returns the threshold of `is_drawn` for a rate on the device; (1,) int64."""
-    return ((rate * 2**32).round().to(torch.int64) - 2**31).clamp_max(2**31 - 1).view(1)
+    """Returns the threshold of `is_drawn` for a rate on the device, or for one per class; int64, (1,) or (K,)."""
+    return ((rate * 2**32).round().to(torch.int64) - 2**31).clamp_max(2**31 - 1).view(-1)
 
 
 def is_drawn(start: int, num_local: int, rate: float | Tensor, seed: int, step: int, device: torch.device) -> Tensor:

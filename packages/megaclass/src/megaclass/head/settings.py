@@ -5,11 +5,12 @@ Also turns what a user gives to PartialFC (margin, row optimizer, device, group)
 
 import contextlib
 import difflib
+import hashlib
 import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch import Tensor
 from megaclass.distributed.agreement import facts_that_differ
 from megaclass.errors import HeadError
 from megaclass.head.centres import STORAGE_DTYPES
-from megaclass.head.margins import MARGINS, ArcFace, Margin
+from megaclass.head.labels import Labels, Weights
+from megaclass.head.losses import LOSSES, LossName
+from megaclass.head.margins import MARGINS, ArcFace, Margin, NormalisedSoftmax, UniFace
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
-from megaclass.head.sampling import RateSchedule
+from megaclass.head.sampling import NEGATIVES, Negatives, RateSchedule
 from megaclass.head.state_dict import MODULE_STATES, ModuleState
 from megaclass_launch.ranks.collectives import group_rank, group_size
 from megaclass_launch.ranks.devices import usable_device
@@ -28,10 +31,17 @@ from megaclass_launch.world import world_from_environment
 
 _T = TypeVar("_T")
 
+Similarity = Literal["cosine", "inner"]
+SIMILARITIES: tuple[str, ...] = get_args(Similarity)
+
 # Memory for exponentials that a step keeps for its backward, if the user does not say how much.
 _STORED_ON_CPU = 4 << 30
 SHARE_OF_DEVICE = 8
 _SHARE_OF_FREE = 2
+
+
+# Fields that have another name as an argument.
+_SHOWN = {"rates": "sample_rate", "margin_shares": "margin_schedule", "is_weighted": "weighted", "has_bias": "bias"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +65,47 @@ class HeadSettings:
     sample_positives: bool
     stored_bytes: int | None
     module_state: ModuleState
+    loss: LossName
+    max_labels: int
+    is_weighted: bool
+    label_smoothing: float
+    similarity: Similarity
+    has_bias: bool
+    negatives: Negatives
+    margin_shares: tuple[tuple[int, float], ...]
+    """(step, share of the margin); linear in between."""
+    class_counts: str
+    """Digest of the class counts; empty if there are none."""
+
+    @property
+    def width(self) -> int:
+        """Numbers per centre: with a bias one more than an embedding has."""
+        return self.embedding_dim + self.has_bias
+
+    @property
+    def is_cosine(self) -> bool:
+        return self.similarity == "cosine"
+
+    def margin_at(self, step: int) -> Margin:
+        """Returns the margin of a step; the same object if there is no schedule."""
+        if not self.margin_shares:
+            return self.margin
+        before = [pair for pair in self.margin_shares if pair[0] <= step]
+        (start, low), *_ = before[-1:]
+        stop, high = next((pair for pair in self.margin_shares if pair[0] > step), (start + 1, low))
+        return self.margin.at_share(low + (high - low) * (step - start) / (stop - start))
+
+    def unfused(self) -> str | None:
+        """Returns which setting the fused kernel does not know, as the end of a sentence."""
+        unknown = {
+            f"it takes one label per image, and max_labels is {self.max_labels}": self.max_labels > 1,
+            "it takes no weights": self.is_weighted,
+            f"it knows the loss softmax, and loss is {self.loss!r}": self.loss != "softmax",
+            "it knows no label_smoothing": self.label_smoothing > 0,
+            f"it compares cosines, and similarity is {self.similarity!r}": not self.is_cosine,
+            f"it draws negatives uniformly, and negatives is {self.negatives!r}": self.negatives != "uniform",
+        }
+        return next((text for text, is_so in unknown.items() if is_so), None)
 
     def __post_init__(self) -> None:
         limits: dict[str, tuple[bool, str]] = {
@@ -72,13 +123,63 @@ class HeadSettings:
                 "False if a sample rate is 0: no negative is drawn, so none can represent the others",
             ),
             "sample_positives": (
-                not (self.correct_sampling and self.sample_positives),
+                not (self.sample_positives and (self.correct_sampling or self.negatives != "uniform")),
                 "False with correct_sampling, whose weight is the inverse of a rate that does not depend on the batch",
             ),
+            "loss": (self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+            "max_labels": (1 <= self.max_labels <= 4096, "in [1, 4096]"),
+            "label_smoothing": (0 <= self.label_smoothing < 1, "in [0, 1)"),
+            "similarity": (self.similarity in SIMILARITIES, f"one of {', '.join(SIMILARITIES)}"),
+            "has_bias": (not (self.has_bias and self.is_cosine), "False unless similarity is 'inner'"),
+            "negatives": (self.negatives in NEGATIVES, f"one of {', '.join(NEGATIVES)}"),
         }
         for name, (is_allowed, allowed) in limits.items():
             if not is_allowed:
-                raise HeadError(f"PartialFC {name} is {getattr(self, name)!r}; it must be {allowed}.")
+                shown = _SHOWN.get(name, name)
+                raise HeadError(f"PartialFC {shown} is {getattr(self, name)!r}; it must be {allowed}.")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        reads_one_label = not self.margin.touches_only_target and self.margin.negatives_read_targets
+        has_counts = bool(self.class_counts)
+        together = {
+            f"label_smoothing with the loss {self.loss}: it is defined for the loss softmax": (
+                self.label_smoothing > 0 and self.loss != "softmax"
+            ),
+            f"the loss {self.loss} with {self.margin}, which learns a bias: it is made for the loss sigmoid": (
+                self.margin.learns_bias and self.loss != "sigmoid"
+            ),
+            f"max_labels={self.max_labels} with {self.margin}, whose negatives depend on the one label of an image": (
+                self.max_labels > 1 and reads_one_label
+            ),
+            f"similarity='inner' with {self.margin}, which needs cosines: give NormalisedSoftmax or CosFace": (
+                not self.is_cosine and self.margin.needs_cosines
+            ),
+            "similarity='inner' with filter_above, which is a cosine": (
+                not self.is_cosine and self.filter_above is not None
+            ),
+            f"{self.margin} without class_counts, the number of images of every class": (
+                self.margin.needs_class_counts and not has_counts
+            ),
+            f"negatives={self.negatives!r} without class_counts, the frequencies of the classes": (
+                self.negatives != "uniform" and not has_counts
+            ),
+            "negatives='frequencies' with the sample rate 0: no negative is drawn": (
+                self.negatives == "frequencies" and 0 in self.rates.rates
+            ),
+        }
+        for what, is_so in together.items():
+            if is_so:
+                raise HeadError(f"PartialFC cannot combine {what}.")
+        steps = [step for step, _ in self.margin_shares]
+        if steps and (steps[0] != 0 or steps != sorted(set(steps))):
+            raise HeadError(
+                f"margin_schedule is {list(self.margin_shares)!r}: it must be a list of (step, share of the margin) that "
+                f"begins at step 0 and rises, for example [(0, 0.0), (2000, 1.0)]; it is linear in between."
+            )
+        for _, share in self.margin_shares:
+            # Builds the margin, which checks its own range.
+            self.margin.at_share(share)
 
     def compare_between_ranks(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Collective: all-gathers 32 bytes per rank. Ranks with different settings would silently compute different things.
@@ -91,7 +192,7 @@ class HeadSettings:
         )
         for name, values in different.items():
             other = next(rank for rank, value in values.items() if value != values[0])
-            name = "sample_rate" if name == "rates" else name
+            name = _SHOWN.get(name, name)
             raise HeadError(
                 f"Ranks disagree about the head: {name} is {values[0]} on rank 0 but {values[other]} on rank {other}. "
                 f"Give every rank the same settings."
@@ -101,7 +202,8 @@ class HeadSettings:
 def check_batch(
     settings: HeadSettings,
     embeddings_BD: Tensor,
-    labels_B: Tensor,
+    labels: Labels,
+    weights: Weights | None,
     built_as: tuple[int, int],
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -118,19 +220,34 @@ def check_batch(
             f"after Accelerator()."
         )
     check_embeddings(settings, embeddings_BD, rank, device)
-    if labels_B.shape != embeddings_BD.shape[:1] or labels_B.is_floating_point():
+    num_images, widest = len(embeddings_BD), settings.max_labels
+    several = f", or up to max_labels={widest}" if widest > 1 else " (several need max_labels=…)"
+    for name, given in (("labels", labels), ("weights", weights)):
+        if given is None:
+            continue
+        is_label = name == "labels"
+        shape = tuple(given.shape) if isinstance(given, Tensor) else (len(given),)
+        fits = shape[:1] == (num_images,) and len(shape) <= 2 and (len(shape) == 1 or 1 <= shape[1] <= widest)
+        if isinstance(given, Tensor) and (not fits or given.is_floating_point() == is_label):
+            kind = "integer" if is_label else "number"
+            raise HeadError(
+                f"Rank {rank} brought {name} of shape {shape} and {given.dtype} for {num_images} embeddings; expected one "
+                f"{kind} per embedding{several}."
+            )
+        if not isinstance(given, Tensor) and not fits:
+            raise HeadError(f"Rank {rank} brought {len(given)} lists of {name} for {num_images} embeddings.")
+        if isinstance(given, Tensor) and given.device != embeddings_BD.device:
+            raise HeadError(
+                f"Rank {rank} brought {name} on {given.device} and embeddings on {embeddings_BD.device}; they must be on "
+                f"the same device: {name}.to(embeddings.device)."
+            )
+    if weights is not None and not settings.is_weighted:
         raise HeadError(
-            f"Rank {rank} brought labels of shape {tuple(labels_B.shape)} and {labels_B.dtype} for {len(embeddings_BD)} "
-            f"embeddings; expected one integer per embedding."
+            f"Rank {rank} brought weights to a head that was built without weighted=True: PartialFC(…, weighted=True)."
         )
-    if labels_B.device != embeddings_BD.device:
+    if settings.max_batch is not None and num_images > settings.max_batch:
         raise HeadError(
-            f"Rank {rank} brought labels on {labels_B.device} and embeddings on {embeddings_BD.device}; they must be on the "
-            f"same device: labels.to(embeddings.device)."
-        )
-    if settings.max_batch is not None and len(labels_B) > settings.max_batch:
-        raise HeadError(
-            f"Rank {rank} brought {len(labels_B)} images, more than max_batch={settings.max_batch}: raise max_batch."
+            f"Rank {rank} brought {num_images} images, more than max_batch={settings.max_batch}: raise max_batch."
         )
 
 
@@ -166,6 +283,20 @@ def default_stored_bytes(device: torch.device) -> int:
 # ---- what a user gives to PartialFC
 
 
+def checked_counts(given: Tensor | None, num_classes: int) -> tuple[Tensor | None, str]:
+    """Returns the class counts as float32 in host memory, and their digest, by which the ranks compare them."""
+    if given is None:
+        return None, ""
+    check_tensors(class_counts=given)
+    counts_C = given.detach().to("cpu", torch.float32)
+    if counts_C.shape != (num_classes,) or not (torch.isfinite(counts_C) & (counts_C >= 0)).all() or not counts_C.any():
+        raise HeadError(
+            f"PartialFC class_counts has shape {tuple(given.shape)}; expected one number of 0 or more for each of the "
+            f"{num_classes} classes, not all of them 0: the number of its images, or its frequency."
+        )
+    return counts_C, hashlib.sha256(counts_C.numpy().tobytes()).hexdigest()[:16]
+
+
 class HasGroup(Protocol):
     """An object that stands for a process group, such as a process set of Horovod's API."""
 
@@ -182,10 +313,26 @@ def whole_number(name: str, given: object) -> int:
         raise HeadError(f"PartialFC {name} is {given!r}; it must be a whole number{shown}.") from None
 
 
-def chosen_margin(given: Margin | str | None) -> Margin:
-    """Returns the margin itself, the one of that name with its published values, or ArcFace() for None."""
+def chosen_margin(given: Margin | str | None, loss: str | None, similarity: str, temperature: float | None) -> Margin:
+    """Returns the margin itself, the one of that name with its published values, or the default of the loss for None.
+
+    temperature: replaces the scale of the margin by its inverse.
+    """
+    margin = _chosen_margin(given, loss, similarity)
+    if temperature is None:
+        return margin
+    if not temperature > 0 or not is_dataclass(margin):
+        raise HeadError(
+            f"PartialFC temperature is {temperature}; it must be above 0, and the margin {margin!r} one with a field scale."
+        )
+    return replace(margin, scale=1 / temperature)
+
+
+def _chosen_margin(given: Margin | str | None, loss: str | None, similarity: str) -> Margin:
+    if given is None and similarity == "inner":
+        return NormalisedSoftmax(scale=1.0)
     if given is None:
-        return ArcFace()
+        return UniFace(margin=0.0) if loss == "sigmoid" else ArcFace()
     if isinstance(given, str):
         return _by_name({name: cls for name, (cls, _) in MARGINS.items()}, given, "margin")()
     if not isinstance(given, Margin):
@@ -270,7 +417,7 @@ def _check_alone() -> None:
 def check_tensors(**given: object) -> None:
     """Raises for a list or an array given instead of a tensor."""
     for name, value in given.items():
-        if not isinstance(value, Tensor):
+        if value is not None and not isinstance(value, Tensor):
             raise HeadError(
                 f"The head's {name} are {_described(value)}; they must be a tensor: torch.as_tensor({name}) makes one."
             )

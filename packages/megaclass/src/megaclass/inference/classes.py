@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from megaclass.checkpoint.class_names import class_list
 from megaclass.data.decode import Fit
 from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.source import require_one_label
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.centres import ModelCentres, centres_in_memory
-from megaclass.evaluation.images import SourceImages
+from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import ClassificationProtocol
-from megaclass.evaluation.search import search_shard
+from megaclass.evaluation.search import search
 from megaclass.metrics_file import is_number
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def classify(
     scale = 1 / temperature if temperature > 0 else None
     rows = torch.as_tensor(rows_ND, device=model.device)
     with _lock:
-        found = search_shard(rows, shard.shard, min(top, len(names)), model.device, scale=scale)
+        found = search(rows, shard.shard, k=min(top, len(names)), device=model.device, scale=scale, is_alone=True)
     cosines_Nk, classes_Nk = found.other_scores_Pk.double().cpu(), found.other_indices_Pk.cpu()
     chances_Nk: list[list[float | None]] = [[None] * cosines_Nk.shape[1]] * len(rows)
     if scale is not None and found.log_sums_P is not None:
@@ -116,6 +117,7 @@ def with_added_classes(model: "LoadedModel", folder: Path, *, fit: Fit | None, m
     A model without centres gets those of the folder alone.
     """
     source = open_source(folder)
+    require_one_label(source, "Adding classes")
     added = [name.decode(errors="replace") for name in class_list(str(folder), source).names()]
     try:
         old_rows, old_names = model.centres.all_rows(), model.class_names
@@ -127,9 +129,7 @@ def with_added_classes(model: "LoadedModel", folder: Path, *, fit: Fit | None, m
             f"{model.name} already knows {len(same)} of the {len(added)} classes of {folder}, such as {same[0]!r}: rename or "
             f"leave out their folders."
         )
-    rows_ND = model.embed_source(
-        SourceImages(source=source, image_size=model.image_size, fit=fit), mirror=mirror
-    ).astype(np.float64)
+    rows_ND = model.embed_source(images_of_source(source, model.image_size, fit), mirror=mirror).astype(np.float64)
     sums = np.zeros((source.num_classes, rows_ND.shape[1]))
     np.add.at(sums, np.asarray(source.labels), rows_ND)
     norms = np.linalg.norm(sums, axis=1, keepdims=True)

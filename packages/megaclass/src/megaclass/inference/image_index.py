@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -18,7 +17,8 @@ from megaclass.data.decode import Fit
 from megaclass.errors import DataError
 from megaclass.evaluation.gallery import read_rows_and_names
 from megaclass.evaluation.images import GivenImages, find_images
-from megaclass.evaluation.search import GalleryShard, search_shard
+from megaclass.evaluation.search import GalleryShard, search
+from megaclass.image_size import has_rows
 from megaclass_launch.files import published_file, write_text
 
 ImageInput = str | Path | bytes | io.IOBase | Image.Image | NDArray[np.uint8] | Tensor
@@ -95,7 +95,7 @@ class ImageIndex:
             device = self.model.device
             with self._lock:
                 gallery = GalleryShard(embeddings_ND=self.embeddings_ND)
-                found = search_shard(torch.as_tensor(rows_PD, device=device), gallery, k, device)
+                found = search(rows_PD, gallery, k=k, device=device, is_alone=True)
             scores_Pk, places_Pk = found.other_scores_Pk.cpu().numpy(), found.other_indices_Pk.cpu().numpy()
         # An approximate index of faiss may find fewer than k, and marks the missing ones with -1.
         return [
@@ -119,7 +119,10 @@ class ImageIndex:
 
 def index_of(model: "LoadedModel", gallery: Any, *, fit: Fit | None, mirror: bool, faiss: str | None) -> ImageIndex:
     """Makes the index of a folder, a list of images, or an .npy file of `megaclass embed`."""
-    if isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
+    if has_rows(model.image_size):
+        rows_ND = model.embed(gallery)
+        paths: Sequence[str] = [str(number) for number in range(len(rows_ND))]
+    elif isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
         rows_ND, paths = read_rows_and_names(Path(gallery))
         rows_ND = model.rows(np.asarray(rows_ND))
     else:

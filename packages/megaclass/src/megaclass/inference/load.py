@@ -15,7 +15,16 @@ from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.errors import CheckpointError
-from megaclass.image_size import ImageSize, compact_size, height_and_width, shown_size, size_from_text, size_to_text
+from megaclass.image_size import (
+    ImageSize,
+    compact_size,
+    has_rows,
+    height_and_width,
+    input_shape,
+    shown_size,
+    size_from_text,
+    size_to_text,
+)
 from megaclass.inference.loaded_model import ImageTreatment, LoadedModel, OnnxNetwork
 from megaclass.inference.thresholds import read_config
 from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone
@@ -25,7 +34,7 @@ from megaclass_launch.ranks.devices import usable_device
 _logger = logging.getLogger("megaclass.inference")
 _DEFAULT_IMAGE_SIZE = 112
 # Limits of what a file may state; larger numbers indicate damage. Recipes have the same limit for embeddings.
-_MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE = 65536, 4096
+_MAX_EMBEDDING_DIM, _MAX_IMAGE_SIZE, _MAX_FEATURES = 65536, 4096, 1 << 24
 
 
 def load(path: str | Path, *, device: str | torch.device = "auto", backbone: str | None = None) -> LoadedModel:
@@ -213,10 +222,11 @@ def _build(
     treatment: ImageTreatment | None = None,
 ) -> LoadedModel:
     sides = height_and_width(shape.image_size)
-    if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 1 <= min(sides) <= max(sides) <= _MAX_IMAGE_SIZE):
+    most = _MAX_FEATURES if has_rows(shape.image_size) else _MAX_IMAGE_SIZE
+    if not (1 <= shape.embedding_dim <= _MAX_EMBEDDING_DIM and 0 <= min(sides) <= max(sides) <= most):
         raise CheckpointError(
             f"{path} states embeddings of {shape.embedding_dim} numbers and images of {shown_size(shape.image_size)} pixels: "
-            f"at most {_MAX_EMBEDDING_DIM:,} numbers and {_MAX_IMAGE_SIZE:,} pixels per side are accepted."
+            f"at most {_MAX_EMBEDDING_DIM:,} numbers and {most:,} pixels per side are accepted."
         )
     if is_built_in(shape.name):
         # Built without memory first: a size that the weights do not have is refused before it is allocated.
@@ -253,7 +263,7 @@ def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
         network=network,
         backbone="onnx",
         image_size=image_size,
-        embedding_dim=network(torch.zeros(1, 3, *height_and_width(image_size))).shape[1],
+        embedding_dim=network(torch.zeros(1, *input_shape(image_size))).shape[1],
         device=device,
         treatment=ImageTreatment.of(network.metadata),
     )

@@ -22,11 +22,11 @@ from megaclass.data.sources.open_source import open_source
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.centres import CENTRES_FILE, ClassShard, ModelCentres, read_exported_centres, read_run_centres
 from megaclass.evaluation.embed import OnBad, embed_part
-from megaclass.evaluation.images import GivenImages, Images
+from megaclass.evaluation.images import GivenImages, Images, Samples
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import no_centres
 from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
-from megaclass.image_size import ImageSize, compact_size, height_and_width, shown_size
+from megaclass.image_size import ImageSize, compact_size, has_rows, height_and_width, input_shape, shown_size
 from megaclass.inference.classes import Classification, classify, facts_of_results
 from megaclass.inference.image_index import Comparable, ImageIndex, ImageInput, index_of, listed_images
 from megaclass.inference.thresholds import Comparison, Threshold, choose_threshold, points_of_results
@@ -59,14 +59,16 @@ class OnnxNetwork(nn.Module):
         # not UTF-8 or numbers that are too large.
         except Exception as error:
             raise CheckpointError(f"Cannot open {path} as an ONNX model: {error}") from error
-        if len(shapes) != 1 or len(shapes[0][1]) != 4 or shapes[0][1][1] != 3 or not outputs:
+        sizes = shapes[0][1] if len(shapes) == 1 else []
+        has_features = len(sizes) == 2 and isinstance(sizes[1], int)
+        if not outputs or not (has_features or (len(sizes) == 4 and sizes[1] == 3)):
             shown = ", ".join(f"{name} {shape}" for name, shape in shapes) or "nothing"
             raise CheckpointError(
-                f"{path} takes {shown} and has {len(outputs)} output(s): expected one input of shape (batch, 3, height, width) "
-                f"and an output of shape (batch, embedding size)."
+                f"{path} takes {shown} and has {len(outputs)} output(s): expected one input of shape (batch, 3, height, "
+                f"width), or (batch, features), and an output of shape (batch, embedding size)."
             )
         self._path, self._input, self._output = path, inputs[0].name, outputs[output].name
-        batch, _, height, width = shapes[0][1]
+        batch, (height, width) = sizes[0], (1, sizes[1]) if has_features else sizes[2:]
         is_fixed = isinstance(height, int) and isinstance(width, int)
         self.image_size: ImageSize | None = compact_size((height, width)) if is_fixed else None
         # Some published files have a fixed batch size, mostly 1.
@@ -143,20 +145,21 @@ class LoadedModel:
     """Temperature and rejection of classification, as config.json of an exported model states them."""
 
     def __repr__(self) -> str:
-        size = shown_size(self.image_size)
-        return f"LoadedModel({self.name}: {self.backbone}, images of {size}, {self.embedding_dim} numbers, on {self.device})"
+        size = f"{'samples' if has_rows(self.image_size) else 'images'} of {shown_size(self.image_size)}"
+        return f"LoadedModel({self.name}: {self.backbone}, {size}, {self.embedding_dim} numbers, on {self.device})"
 
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Returns (B, D), not normalised, of (B, 3, H, W) images in [-1, 1]; gradients as torch's mode says."""
-        height, width = height_and_width(self.image_size)
+        expected = input_shape(self.image_size)
         is_tensor = isinstance(images_B3HW, Tensor)
-        is_input = is_tensor and images_B3HW.ndim == 4 and images_B3HW.shape[1:] == (3, height, width)
+        is_input = is_tensor and images_B3HW.ndim > 1 and images_B3HW.shape[1:] == expected
         if not is_input or not images_B3HW.is_floating_point():
             shape = f"a tensor of shape {tuple(images_B3HW.shape)} and {images_B3HW.dtype}" if is_tensor else ""
+            values = "" if has_rows(self.image_size) else " with values in [-1, 1]"
             raise DataError(
                 f"{self.name} was called with {shape or f'an object of {type(images_B3HW).__name__}'}: it takes a tensor "
-                f"(B, 3, {height}, {width}) of a floating dtype with values in [-1, 1]. Files, Pillow images and bytes go to "
-                f"embed()."
+                f"(B, {', '.join(map(str, expected))}) of a floating dtype{values}. Files, Pillow images, bytes and sequences "
+                f"go to embed()."
             )
         dtype = next((weight.dtype for weight in self.network.parameters()), torch.float32)
         embeddings: Tensor = self.network(images_B3HW.to(self.device, dtype))
@@ -176,6 +179,8 @@ class LoadedModel:
         Images of another size are fitted as `fit` says, otherwise as in training if the model states it, otherwise refused
         unless `resize` allows to stretch them.
 
+        A model of features takes a matrix (N, W) or one row (W,), a model of sequences a list of tensors or arrays.
+
         images: one image or a list of them: paths of files, the content of files (bytes or open files), Pillow images,
         RGB bytes as arrays (H, W, 3) or tensors (3, H, W); or a batch in one array (N, H, W, 3) or tensor (N, 3, H, W);
         or a folder, whose images are taken in the order of their paths. A floating tensor is taken as the network's
@@ -183,6 +188,9 @@ class LoadedModel:
         mirror: False gives f(x); None mirrors as in training.
         batch_size: images per batch; None chooses it by the device.
         """
+        if has_rows(self.image_size):
+            samples = Samples.given(images, self.image_size)
+            return self.embed_source(samples, mirror=False, batch_size=batch_size)
         fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
         given = listed_images(images)
         if not given:
@@ -214,7 +222,9 @@ class LoadedModel:
     @property
     def batch_size(self) -> int:
         """Images per batch if the caller gives none."""
-        return _BATCH_SIZE.get(self.device.type, _BATCH_SIZE["cpu"])
+        size = _BATCH_SIZE.get(self.device.type, _BATCH_SIZE["cpu"])
+        # Rows of features are small, and so are the networks behind them.
+        return 64 * size if height_and_width(self.image_size)[0] == 1 else size
 
     def similarity(self, first: Comparable, second: Comparable | None = None, **embedding: Any) -> NDArray[np.float32]:
         """Returns the cosines (N, M) of N images with M others; without others, of the images with each other.
@@ -366,12 +376,15 @@ class LoadedModel:
                 f"{training_data} has {source.num_classes:,} classes, but {self.name} was trained on "
                 f"{self.centres.num_classes:,}: it is not its training data."
             )
-        return replace(shard, num_images_C=np.bincount(source.labels, minlength=source.num_classes))
+        labels = source.labels[source.labels >= 0]
+        return replace(shard, num_images_C=np.bincount(labels, minlength=source.num_classes))
 
     def rows(self, given: Comparable, **embedding: Any) -> NDArray[np.float32]:
         """Returns normalised rows of images, or of embeddings that the caller has already."""
         array = given.detach().cpu().numpy() if isinstance(given, Tensor) else given
+        # A model of features takes numbers itself, so they are not embeddings.
         is_rows = isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.ndim <= 2
+        is_rows = is_rows and not has_rows(self.image_size)
         if not is_rows:
             return self.embed(cast(ImageInput, given), **embedding)
         rows_ND = np.atleast_2d(np.asarray(array, dtype=np.float32))

@@ -134,7 +134,8 @@ def _load(path: Path) -> dict[str, Any]:
     # torch's reader of old files raises many types of errors on damaged files: AttributeError, IndexError, struct.error,
     # UnicodeDecodeError, OverflowError. All of them mean that the file cannot be read.
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        # torch's own text for pickles advises to read them without protection, which may run code.
+        reason = str(error).strip().split("\n")[0].partition(" In PyTorch 2.6")[0].rstrip(".") or type(error).__name__
         raise CheckpointError(
             f"Cannot read {path} as tensors only: {reason}. It is damaged, or not a file of torch.save, or holds other objects "
             f"than tensors. Copy it again, or save the weights alone: torch.save(model.state_dict(), path)."

@@ -202,8 +202,8 @@ def read_config_file(path: Path) -> ConfigFile:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         place = f", line {error.lineno or 1}" if isinstance(error, SyntaxError) else ""
-        reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
-        raise ConfigError(f"{path}{place}: not Python in UTF-8, or nested too deeply: {_printable(reason)}.") from error
+        why = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
+        raise ConfigError(f"{path}{place}: not Python in UTF-8, or nested too deeply: {_printable(why)}.") from error
     if not found.lines:
         raise ConfigError(f"{path} holds no lines like config.network = 'r50': is it one of InsightFace's configs?")
     return found
@@ -245,6 +245,7 @@ def _follow(statement: ast.stmt, text: str, found: ConfigFile) -> None:
 
 def _value(node: ast.expr, found: ConfigFile) -> Any:
     """Computes literals, arithmetic and earlier values of `config`."""
+    value: Any
     match node:
         case ast.Constant(None | str()):
             return node.value

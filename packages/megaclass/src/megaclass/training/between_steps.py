@@ -39,7 +39,7 @@ from megaclass.training.observer import Observer, SlowRanks
 from megaclass.training.run.run import Run
 from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.schedule import StepDuties
-from megaclass.training.sinks import TRACKERS, Sink, no_sinks, open_sinks
+from megaclass.training.sinks import TRACKERS, Sink, open_sinks
 from megaclass_launch.rank_status import own_status
 
 _logger = logging.getLogger("megaclass.training")
@@ -108,8 +108,9 @@ def work_between_steps(
 ) -> list[Work]:
     """Collective. Notes the start of the run, and opens what receives its metrics until `held` ends; returns the works."""
     is_main = run.world.is_main
-    sinks = open_sinks(run.config, run.folder, is_new=at.done == 0) if is_main else no_sinks()
-    send_row = on_every_rank(lambda: held.enter_context(sinks), run.device)
+    # Only rank 0 sends rows.
+    sinks = open_sinks(run.config, run.folder, is_new=at.done == 0) if is_main else nullcontext(lambda row: None)
+    send_row: Sink = on_every_rank(lambda: held.enter_context(sinks), run.device)
     # Only now: a run whose sinks cannot be opened leaves its folder free.
     change = commits.describe_change(at.done) if commits is not None else None
     run.events.note_begin(at.done, at.num_steps, run.world.size, change)
@@ -333,7 +334,8 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
 def _own_centres(run: Run, model: Model) -> ClassShard:
     head = model.head
     shard = ClassShard.of(head.rows()["weight"], head.classes.start, run.classes, len(head.classes))
-    return replace(shard, num_images_C=np.bincount(run.source.labels, minlength=head.num_classes))
+    labels = run.source.labels
+    return replace(shard, num_images_C=np.bincount(labels[labels >= 0], minlength=head.num_classes))
 
 
 def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: set[str]) -> list[SetResult]:

@@ -7,7 +7,7 @@ import torch
 
 from megaclass.config.read import recipe_path
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.image_size import compact_size, shown_size
 
 # Images up to which a small network learns as much as a large one does, and classes beyond which a tenth of them suffices.
@@ -26,15 +26,22 @@ class ChosenRecipe:
     """A sentence that says what was chosen, and why."""
 
 
-def choose_recipe(folder: str) -> ChosenRecipe:
-    """Opens the data to count its images and classes; an error of the data is raised as by a run."""
+def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:
+    """Opens the data to count its images and classes; an error of the data is raised as by a run.
+
+    run_dir: the run folder, if the user has chosen one.
+    """
     source, has_gpu = open_source(folder), torch.cuda.is_available()
+    run_dir = run_dir or f"runs/{run_name(folder)}"
     name = "own-cpu" if not has_gpu else "own-small" if source.num_images <= _FEW_IMAGES else "own-large"
-    overrides = [f"data.path={folder}", f"train.run_dir=runs/{run_name(folder)}"]
+    what = "images"
+    if isinstance(source, TensorSource):
+        name, what = "features", "rows"
+    overrides = [f"data.path={folder}", f"train.run_dir={run_dir}"]
     fitting = []
-    if (size := _own_size(source)) and name != "own-cpu":
+    if (size := _own_size(source)) and name in ("own-small", "own-large"):
         fitting.append(f"data.size={size}")
-    batch = {"own-cpu": 64, "own-small": 256, "own-large": 512}[name]
+    batch = {"own-cpu": 64, "own-small": 256, "own-large": 512, "features": 1024}[name]
     while batch > 8 and source.num_images < _LEAST_STEPS_PER_EPOCH * batch:
         batch //= 2
     fitting.append(f"train.global_batch={batch}")
@@ -42,12 +49,11 @@ def choose_recipe(folder: str) -> ChosenRecipe:
         fitting.append(f"train.nproc={num_gpus}")
     if source.num_classes > _MANY_CLASSES:
         fitting.append("head.sample_rate=0.1")
-    what = (
-        f"{source.num_images:,} images of {source.num_classes:,} classes, {shown_size(compact_size(source.image_size))}"
-    )
+    size_text = shown_size(compact_size(source.image_size))
+    what = f"{source.num_images:,} {what} of {source.num_classes:,} classes, {size_text}"
     reason = (
         f"{folder} has {what}, and this machine has {'a' if has_gpu else 'no'} GPU: training with the recipe {name}, "
-        f"{', '.join(fitting)}, into runs/{run_name(folder)}. Settings of your own come after the folder, as section.key=value."
+        f"{', '.join(fitting)}, into {run_dir}. Settings of your own come after the folder, as section.key=value."
     )
     return ChosenRecipe(recipe_path(Path(name)), [*overrides, *fitting], reason)
 

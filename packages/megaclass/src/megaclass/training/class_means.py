@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaclass.config.schema import Config
 from megaclass.data.augment import normalise
+from megaclass.data.sources.source import ImageSource
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.distributed.data_parallel import average_buffers_
 from megaclass.errors import DataError
@@ -50,12 +51,15 @@ def start_at_class_means(run: Run, model: Model) -> None:
         _logger.info(f"{int(num_started):,} of {run.source.num_classes:,} centres start at the mean of their images.")
 
 
-def mean_weight(config: Config) -> float:
+def mean_weight(config: Config, source: ImageSource) -> float:
     """Returns the weight of the class means in the centres after the last step.
 
     The setting or its default, divided by the square root of the last sample rate: the less often centres are drawn, the
     less do they say beside the means (docs/decisions/head.md).
     """
+    if source.labels.ndim > 1:
+        # A sample of several classes is not an example of each.
+        return 0.0
     weight = config.train.mean_weight
     if weight is None:
         weight = _DEFAULT_WEIGHT if config.head.is_sampled and config.head.subcentres == 1 else 0.0
@@ -70,7 +74,7 @@ def place_centres(run: Run, model: Model) -> None:
     The new direction is that of (unit centre + mean_weight() * unit mean). An error leaves the centres as they are: it
     must not cost the training. Traffic as above. Memory: as many float32 numbers as there are centres on this rank.
     """
-    weight = mean_weight(run.config)
+    weight = mean_weight(run.config, run.source)
     if not weight:
         return
     # With local batch norm each rank has statistics of its own; the exported model has their average.
@@ -133,18 +137,24 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
     # The last row collects images of classes on other ranks; it is dropped.
     sums = torch.zeros((len(own) + 1, width), device=device)
     starts = range(0, source.num_images, config.train.global_batch)
-    nothing = torch.zeros((0, 3, *run.image_size), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
+    nothing = run.loader.blank(1, 0).only(torch.zeros(1, dtype=torch.bool))
     batches = data_errors.keep_error(run.loader.once(config.train.global_batch), nothing)
     is_failed = torch.zeros((), dtype=torch.bool)
     with evaluating(model.backbone), progress_bar("class means", source.num_images, is_shown=world.is_main) as bar:
-        for start, (images_B, labels_B) in zip(starts, batches, strict=False):
-            inputs = normalise(images_B.to(device)).to(memory_format=torch.channels_last)
+        for start, loaded in zip(starts, batches, strict=False):
+            # Without mirroring and augmentation.
+            inputs = (
+                loaded.inputs(device)
+                if loaded.treatment is None
+                else (normalise(loaded.images.to(device)).to(memory_format=torch.channels_last),)
+            )
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
-                embeddings_BD = model.backbone(inputs) if len(inputs) else inputs.new_zeros((0, width))
+                some = len(loaded.labels) > 0
+                embeddings_BD = model.backbone(*inputs) if some else torch.zeros((0, width), device=device)
             unit_BD = F.normalize(embeddings_BD.float())
             # No collective of its own: the flag travels in the block that is gathered anyway.
             failed = int(data_errors.is_any)
-            batch = gather_batch(unit_BD, labels_B.to(device), step=failed, max_batch=largest, group=None)
+            batch = gather_batch(unit_BD, loaded.labels.to(device), step=failed, max_batch=largest, group=None)
             local_G = batch.labels_G - own.start
             rows_G = torch.where((local_G >= 0) & (local_G < len(own)), local_G, len(own))
             _add_rows_(sums, rows_G, batch.embeddings_GD)

@@ -17,9 +17,9 @@ import megaclass
 from megaclass.backbones.timm_network import origin_of_weights
 from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import CentreHealth, read_run_centres
+from megaclass.evaluation.centres import CentreHealth, names_of, read_run_centres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs, score_pixels
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
@@ -29,18 +29,19 @@ from megaclass.evaluation.training_images import examine_training_images, write_
 from megaclass.evaluation.training_overlap import compared_with_training_data, training_data_line
 from megaclass.export.onnx_file import export_onnx
 from megaclass.export.safetensors_file import save_model
-from megaclass.image_size import ImageSize, compact_size, size_to_text
+from megaclass.image_size import ImageSize, compact_size, is_sequence, size_to_text
 from megaclass.inference import weights_fingerprint
 from megaclass.progress import bar_on_demand
 from megaclass.training.loop import TrainingResult
 from megaclass.training.model.build import Model
 from megaclass.training.run.run import Run, how_to_verify
 from megaclass_launch.errors import UserError
-from megaclass_launch.files import make_private_folder
+from megaclass_launch.files import make_private_folder, write_text
 from megaclass_launch.messages import wrapped
 
 _logger = logging.getLogger("megaclass.training")
 _BASELINE = "pixel_baseline_accuracy"
+_SUBCENTRES_FILE = "subcentres.tsv"
 # Faces in the report: classes, and images of each.
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
 
@@ -80,6 +81,8 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
     }
     if config.backbone.pretrained:
         summary["pretrained"] = origin_of_weights(config.backbone.name, config.backbone.pretrained)
+    if outcome.minor_subcentres is not None and outcome.minor_subcentres[0]:
+        summary["minor_subcentres"] = _write_minor_subcentres(run, outcome.minor_subcentres)
     if run.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(run.device)
         summary |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory}
@@ -109,15 +112,28 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
             _examine_images(run, model, centres)
         write_report(folder / "report.html", report_of_runs([folder], device=cpu, known_centres={folder: centres}))
     # Last, because it is the step most likely to fail.
-    if config.export.onnx:
+    if config.export.onnx and is_sequence(image_size):
+        _logger.info("no model.onnx is written for a model of sequences, whose inputs differ in length")
+    elif config.export.onnx:
         _logger.info("exporting model.onnx and comparing its embeddings with the model's")
         export_onnx(folder / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
     _print_results(run, summary, results)
 
 
+def _write_minor_subcentres(run: Run, found: tuple[int, int, list[tuple[int, int, int]]]) -> str:
+    """Writes the classes that have most images in minor sub-centres, which are often mislabelled; returns a summary."""
+    num_images, num_minor, rows = found
+    names = names_of(run.classes, [label for label, _, _ in rows])
+    lines = [f"{names[label]}\t{images}\t{minor / images:.4f}" for label, images, minor in rows]
+    text = "\n".join(["class\timages of the last epoch\tshare in minor sub-centres", *lines, ""])
+    write_text(run.folder.path / _SUBCENTRES_FILE, text, is_private=True)
+    worst = ", ".join(f"{names[label]} ({minor / images:.0%} of {images:,})" for label, images, minor in rows[:10])
+    return f"{num_minor / num_images:.2%} of {num_images:,} images{'; most in ' if worst else ''}{worst}"
+
+
 def _examine_images(run: Run, model: Model, centres: CentreHealth | None) -> None:
     """Stores which classes are far from their centre, and which images are closer to another one."""
-    if centres is None:
+    if centres is None or run.source.labels.ndim > 1:
         return
     with bar_on_demand("looking at training images for the report") as on_progress:
         found = examine_training_images(
@@ -153,7 +169,9 @@ def _write_baseline(folder: Path, result: SetResult, image_size: ImageSize, fit:
 
 def _sample_faces(source: ImageSource) -> list[list[bytes]]:
     """Returns the first images of a few classes, spread over all classes; unreadable images are left out."""
-    rows = []
+    rows: list[list[bytes]] = []
+    if isinstance(source, TensorSource):
+        return rows
     for label in np.unique(np.linspace(0, source.num_classes - 1, _SAMPLE_ROWS).astype(np.int64)):
         row = []
         for index in np.flatnonzero(source.labels == label)[:_SAMPLE_COLUMNS]:
@@ -194,6 +212,7 @@ def _print_results(run: Run, summary: dict[str, Any], results: list[SetResult]) 
         ("summary.json", "the numbers"),
         ("evaluation.json", "the numbers of every evaluation set"),
         ("metrics.jsonl", "the metrics of every report"),
+        (_SUBCENTRES_FILE, "classes with images in minor sub-centres"),
         ("checkpoints/", "to continue with --resume"),
         ("config.toml", "every setting of this run"),
     ):
@@ -214,6 +233,11 @@ def _next_steps(run: Run, results: list[SetResult]) -> list[str]:
         ]
     if results or not Path(data).exists():
         return ["Next:", f"  megaclass evaluate {folder} --on FILE.bin    more verification sets"]
+    if isinstance(run.source, TensorSource):
+        return [
+            "No accuracy was measured, because train.evaluate_sets is empty. With features that were held out:",
+            f"  megaclass evaluate {folder} --classify FILE",
+        ]
     return [
         f"No accuracy was measured: there is no .bin file next to {data}, and no images were held out. Hold some out:",
         *how_to_verify(data, recipe=str(folder / "config.toml"))[1:],

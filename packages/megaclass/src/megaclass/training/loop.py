@@ -41,6 +41,8 @@ class TrainingResult:
     """The ranks of an elastic job have agreed to leave their generation, because hosts have changed."""
     results: list[SetResult] | None = None
     """Evaluation after the last step done; None if there was none."""
+    minor_subcentres: tuple[int, int, list[tuple[int, int, int]]] | None = None
+    """With sub-centres: PartialFC.minor_subcentres of the last epoch."""
 
 
 def train(
@@ -71,6 +73,9 @@ def train(
                 if step == first_step:
                     num_threads = max(1, available_cores() // run.world.local_size)
                     compile_programs(model, batch, config, step=step, device=device, num_threads=num_threads)
+                if step == first_step or step % loader.steps_per_epoch == 0:
+                    # Counted per epoch, for the report of the last one.
+                    model.head.store.num_wins_R.zero_()
                 result = training_step(
                     model,
                     batch,
@@ -97,4 +102,5 @@ def train(
         stop=at.stop,
         is_regrouping=at.is_regrouping,
         results=at.results,
+        minor_subcentres=model.head.minor_subcentres() if config.head.subcentres > 1 else None,
     )

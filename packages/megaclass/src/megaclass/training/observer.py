@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -179,7 +178,7 @@ class DataErrors:
 
     @contextmanager
     def raised_on_all_ranks(self, device: torch.device) -> Iterator[None]:
-        """Wraps a step: if the head refuses `batch_of_no_class`, raises the kept error on every rank instead."""
+        """Wraps a step: if the head refuses a batch of NO_CLASS, raises the kept error on every rank instead."""
         try:
             yield
         except HeadError:
@@ -190,20 +189,6 @@ class DataErrors:
         """Raises the kept error, if there is one."""
         if self._error is not None:
             raise self._error
-
-
-def batch_of_no_class(num_images: int, image_size: tuple[int, int]) -> Batch:
-    """Returns the batch that stands for data that cannot be read.
-
-    Every rank refuses it: on a CPU in the same forward, on a GPU some steps later, and nothing is updated until then.
-    """
-    return Batch(
-        images=torch.zeros((num_images, 3, *image_size), dtype=torch.uint8),
-        labels=torch.full((num_images,), NO_CLASS),
-        indices=np.zeros(num_images, dtype=np.int64),
-        epoch=0,
-        step=0,
-    )
 
 
 _SLOW_REPORTS = 3
@@ -255,9 +240,12 @@ class Observer:
         self._profile, self._run = StepProfile(run), run
 
     def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the batches; after an error in its data a rank keeps sending one that all ranks refuse (DataErrors)."""
+        """Yields the batches; after an error in its data a rank keeps sending one that all ranks refuse (DataErrors).
+
+        They refuse it on a CPU in the same forward, on a GPU some steps later, and nothing is updated until then.
+        """
         most = -(-self._run.config.train.global_batch // self._run.world.size)
-        return self.meter.batches(self.data_errors.keep_error(source, batch_of_no_class(most, self._run.image_size)))
+        return self.meter.batches(self.data_errors.keep_error(source, self._run.loader.blank(most, NO_CLASS)))
 
     @contextmanager
     def step(self, step: int, *, is_last: bool) -> Iterator[None]:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from megaclass.checkpoint.save import CheckpointWriter
 from megaclass.checkpoint.tensor_file import check_dtypes
 from megaclass.config.read import to_toml
 from megaclass.config.schema import Config
+from megaclass.data.sources.source import TensorSource
 from megaclass.distributed.agreement import on_every_rank, on_every_rank_for_long, on_main_rank
 from megaclass.errors import CheckpointError, ExportError, HeadError, TrainError
 from megaclass.evaluation.sets import sets_in_training
@@ -84,8 +86,18 @@ class RankContext:
         return self.commits is not None and self.commits.has_begun
 
 
-def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequence[Callback] = ()) -> int:
-    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop."""
+def train_as_rank(
+    config: Config,
+    world: World,
+    mode: StartMode,
+    callbacks: Sequence[Callback] = (),
+    *,
+    waits_for_results: bool = False,
+) -> int:
+    """Trains as one rank of a job and returns its exit code: 0, or 75 or 130 after a signal asked to stop.
+
+    waits_for_results: return only once rank 0 has written the results, also on the other ranks.
+    """
     if not faulthandler.is_enabled():
         # A crash in native code then prints where it happened, whichever launcher started this process.
         faulthandler.enable(file=_STDERR)
@@ -97,6 +109,8 @@ def train_as_rank(config: Config, world: World, mode: StartMode, callbacks: Sequ
         if worker is None:
             code = _train_and_finish(context, process_group(world, device=config.train.device))
             assert code is not None, "only the ranks of elastic jobs change"
+            if waits_for_results and not world.is_main:
+                RunFolder(Path(config.train.run_dir)).wait_until_free()
             return code
         # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
@@ -187,7 +201,12 @@ def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Mod
         _logger.info(sizes)
         if device.type == "cuda":
             _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
-        if Path(config.data.path).exists() and not sets_in_training(config.data.path, config.train.evaluate_sets):
+        has_images = not isinstance(run.source, TensorSource)
+        if (
+            has_images
+            and Path(config.data.path).exists()
+            and not sets_in_training(config.data.path, config.train.evaluate_sets)
+        ):
             _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
         if config.optimizer.warmup_epochs >= config.train.epochs:
             _logger.warning(
@@ -267,7 +286,7 @@ def _train_and_save(run: Run, model: Model, first_step: int, commits: Commits | 
             class_names=run.classes.text,
             data=run.data_fingerprint,
             is_asynchronous=config.train.async_checkpoints,
-            on_published=run.events.note_published,
+            on_published=partial(run.events.note, "save"),
             last_wait_s=None if commits is None else _LAST_WAIT_S,
             is_asked_to_stop=lambda: signals.is_asked,
         ) as writer:

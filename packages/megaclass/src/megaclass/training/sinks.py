@@ -276,9 +276,3 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
             send(last)
         if waiting:
             _logger.warning(f"the last {len(waiting)} rows of metrics could not be written.")
-
-
-@contextmanager
-def no_sinks() -> Iterator[Sink]:
-    """Yields a sink that ignores every row, for the ranks that do not report."""
-    yield lambda row: None

@@ -97,9 +97,9 @@ def _forward_backward(
         # DDP exchanges gradients once per step, in the backward of the last part.
         with nullcontext() if part == num_parts - 1 else model.parallel.no_sync():
             clock.begin("forward")
-            inputs = batch.prepared(device, here)
+            inputs = batch.inputs(device, here)
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
-                embeddings = model.parallel(inputs)
+                embeddings = model.parallel(*inputs)
             loss = model.head(embeddings, labels[here])
             total = loss
             if model.distiller is not None:
@@ -125,7 +125,8 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     factor = 1 / scale
     if config.optimizer.clip_norm:
         factor = factor * (config.optimizer.clip_norm / norm.clamp_min(_TINY)).clamp_max(1.0)
-    torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
     for group in model.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
     if is_bad.device.type == "cuda":

@@ -164,9 +164,9 @@ class BadImages:
     Workers update all fields under _lock.
     """
 
-    def __init__(self, source: ImageSource, max_fraction: float, allowed_by: str = "data.max_bad_fraction") -> None:
-        """allowed_by: names the limit in the error."""
-        self._source = source
+    def __init__(self, num_images: int, max_fraction: float, allowed_by: str = "data.max_bad_fraction") -> None:
+        """num_images: of the whole source. allowed_by: names the limit in the error."""
+        self._num_images = num_images
         self._max_fraction = max_fraction
         self._allowed_by = allowed_by
         self._lock = threading.Lock()
@@ -180,9 +180,9 @@ class BadImages:
         """Images of another size that this rank has fitted so far."""
 
     @staticmethod
-    def of_tool(source: ImageSource) -> BadImages:
+    def of_tool(num_images: int) -> BadImages:
         """Returns the rule of the tools, which leave bad images out: each is named once, and there may be a few."""
-        return BadImages(source, _MAX_BAD_SHARE, "the limit of this command")
+        return BadImages(num_images, _MAX_BAD_SHARE, "the limit of this command")
 
     def describe(self) -> str:
         return (
@@ -201,7 +201,7 @@ class BadImages:
             is_new = index not in self.indices
             self.indices.add(index)
             # A run that has only read a few images is judged as if it had read more, unless there are no more.
-            judged = max(self.num_read, min(self._source.num_images, _IMAGES_BEFORE_JUDGING))
+            judged = max(self.num_read, min(self._num_images, _IMAGES_BEFORE_JUDGING))
             # An image that fails in every epoch counts once here.
             num_different = len(self.indices)
             fraction = num_different / judged

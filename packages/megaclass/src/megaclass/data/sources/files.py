@@ -186,7 +186,8 @@ class ListFormat(SourceFormat):
 
 
 def _all_files(folder: Path) -> Iterator[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file())
+    # With links that lead nowhere: a copy names them, instead of leaving them out silently.
+    return (file for file in sorted(folder.rglob("*")) if file.is_file() or not file.exists())
 
 
 def read_image_file(path: Path) -> bytes:

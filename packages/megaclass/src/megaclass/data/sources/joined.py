@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.errors import DataError
 
 
 class JoinedSource:
@@ -15,6 +16,8 @@ class JoinedSource:
 
     def __init__(self, parts: Sequence[ImageSource]) -> None:
         self.parts = list(parts)
+        if tensors := [part.describe() for part in parts if isinstance(part, TensorSource)]:
+            raise DataError(f"Only images can be joined with commas, not {tensors[0]}: concatenate the files.")
         self._first_image = np.cumsum([0, *(part.num_images for part in parts)])
         self._first_class = np.cumsum([0, *(part.num_classes for part in parts)])
         self.labels: NDArray[np.int64] = np.concatenate(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from megaclass.data.sources.features import FeatureFormat
 from megaclass.data.sources.files import FolderFormat, ListFormat, has_image_name
 from megaclass.data.sources.in_memory import DebugSource, DrawnSource, SyntheticFormat
 from megaclass.data.sources.joined import JoinedSource
@@ -59,6 +60,7 @@ FORMATS: list[type[SourceFormat]] = [
     SyntheticFormat,
     DebugFormat,
     JoinedFormat,
+    FeatureFormat,
     RecordFormat,
     ListFormat,
     TarFormat,
@@ -76,6 +78,11 @@ def open_source(path: Path | str) -> ImageSource:
 def check_source(path: Path | str) -> None:
     """Raises the error that `open_source` would raise for a missing file. Reads no file."""
     format_of(path).check()
+
+
+def has_notation(path: str) -> bool:
+    """Returns True for data that is named by a notation, such as synthetic:100, instead of a path."""
+    return any(candidate.notation and candidate.matches(path) for candidate in FORMATS)
 
 
 def format_of(path: Path | str) -> SourceFormat:

@@ -7,11 +7,12 @@ A new format is one file with a subclass of `SourceFormat` and one line in the t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megaclass.errors import DataError
@@ -30,7 +31,10 @@ class ImageSource(Protocol):
     def num_classes(self) -> int: ...
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Class of every image (N,), each in [0, num_classes)."""
+        """Class of every image (N,), each in [0, num_classes).
+
+        A TensorSource may have several labels per sample: (N, K), the first one in [0, num_classes), -1 after the last one.
+        """
         ...
 
     @property
@@ -58,6 +62,28 @@ class PixelSource(Protocol):
     def pixels(self, indices: NDArray[np.int64], image_size: tuple[int, int]) -> NDArray[np.uint8]:
         """Returns (B, H, W, 3)."""
         ...
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """A source of features or sequences, which need no decoding. Its image_size is (1, W) or (0, W); see image_size.py.
+
+    `read` returns any bytes that tell a sample from others, for fingerprints.
+    """
+
+    def tensors(self, indices: NDArray[np.int64]) -> torch.Tensor | Sequence[torch.Tensor]:
+        """Returns features as (B, W), or one tensor (T, ...) per sequence; a batch of these is padded to the longest."""
+
+
+def first_labels(source: ImageSource) -> NDArray[np.int64]:
+    """Returns one label per image (N,), the first one if there are several."""
+    return source.labels if source.labels.ndim == 1 else source.labels[:, 0]
+
+
+def require_one_label(source: ImageSource, purpose: str) -> None:
+    """Raises a DataError if samples have several labels."""
+    if source.labels.ndim > 1:
+        raise DataError(f"{purpose} needs one label per sample, but those of {source.describe()} have several.")
 
 
 class SourceFormat(ABC):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megaclass.data.decode import decode_batch, image_dimensions
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.errors import DataError
 from megaclass.progress import OnProgress, no_progress
 
@@ -19,7 +19,7 @@ _GRID_COLUMNS, _GRID_ROWS = 12, 6
 
 def inspect_source(source: ImageSource, on_progress: OnProgress = no_progress) -> dict[str, Any]:
     """Returns counts, a histogram {images per class: number of classes}, and the sizes of up to 2,000 images."""
-    labels, counts = np.unique(source.labels, return_counts=True)
+    labels, counts = np.unique(source.labels[source.labels >= 0], return_counts=True)
     sizes, num_bytes, num_sized = _sizes_of(source, _NUM_SIZED, on_progress)
     # Ranges that double: 1, 2-3, 4-7, …
     ranges = enumerate(np.bincount(np.log2(counts).astype(np.int64)).tolist())
@@ -53,7 +53,8 @@ def inspection_text(found: dict[str, Any]) -> str:
         for name, count in found["histogram"].items()
     ]
     sizes = ", ".join(f"{size}: {count:,}" for size, count in list(found["sizes"].items())[:5])
-    unreadable = f", {found['num_unreadable']} unreadable" if found["num_unreadable"] else ""
+    num_unreadable = found["num_unreadable"]
+    unreadable = f", {num_unreadable} unreadable: megaclass data verify names them" if num_unreadable else ""
     lines = [
         found["what"],
         f"images            {found['num_images']:,}",
@@ -94,7 +95,8 @@ def _sizes_of(
         on_progress(number, len(looked_at))
         try:
             encoded = source.read(index)
-            sizes[image_dimensions(encoded, source.name_of(index))] += 1
+            has_pixels = not isinstance(source, TensorSource)
+            sizes[image_dimensions(encoded, source.name_of(index)) if has_pixels else source.image_size] += 1
         except DataError:
             continue
         num_bytes += len(encoded)

@@ -71,7 +71,7 @@ class _SoundImages:
 
     def __init__(self, source: ImageSource) -> None:
         self._source = source
-        self._bad = BadImages.of_tool(source)
+        self._bad = BadImages.of_tool(source.num_images)
 
     def read(self, index: int) -> bytes | None:
         if index in self._bad.indices:

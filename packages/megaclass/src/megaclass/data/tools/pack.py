@@ -83,7 +83,7 @@ def pack(
         require_exact_label(source.num_classes - 1)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"Cannot write {out}: it exists already. Remove it or choose another folder.")
-    bad = BadImages.of_tool(source)
+    bad = BadImages.of_tool(source.num_images)
     packing = _Packing(source, options, is_in_id2, num_threads, bad, on_progress)
     try:
         with published_folder(out.resolve()) as unfinished:
@@ -91,7 +91,9 @@ def pack(
             if bad.indices:
                 # Keys have no gaps, and the header states their number: the files are written again without these images.
                 sound = SubsetSource(source, np.delete(np.arange(source.num_images), sorted(bad.indices)))
-                packing = _Packing(sound, options, is_in_id2, num_threads, BadImages.of_tool(sound), on_progress)
+                packing = _Packing(
+                    sound, options, is_in_id2, num_threads, BadImages.of_tool(sound.num_images), on_progress
+                )
                 packing.write(unfinished)
             packing.write_class_names(unfinished, class_names)
     except OSError as error:
@@ -236,7 +238,7 @@ def unpack(
     if out.exists():
         raise DataError(f"{out} exists already: choose a folder that does not exist.")
     width = len(str(max(0, source.num_classes - 1)))
-    bad = BadImages.of_tool(source)
+    bad = BadImages.of_tool(source.num_images)
     with published_folder(out.resolve()) as unfinished:
         for index in range(source.num_images):
             label = int(source.labels[index])

@@ -9,18 +9,22 @@ originals, so it is used again as long as they are unchanged.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from megaclass.data.loading.reader import BadImages
+from megaclass.data.sources.files import has_image_name
 from megaclass.data.sources.open_source import format_of
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
 from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import free_bytes, published_folder
 
+_logger = logging.getLogger("megaclass.data")
 _LOCK = ".lock"
 _COPY_BYTES = 2**24
 
@@ -37,6 +41,7 @@ def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
     wanted = {f"{number}/{file.relative_to(part.folder)}": file for number, part in parts for file in part.files()}
     if not wanted:
         return path
+    wanted = _readable(wanted)
     # An identity without images has a label as well, so its folder is part of the copy.
     folders = sorted(f"{number}/{name}" for number, part in parts for name in part.folders())
     listed = [folders, [(name, *_size_and_time(file)) for name, file in sorted(wanted.items())]]
@@ -61,6 +66,27 @@ def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
     return ",".join(
         str(copy / f"{number}" / part.place.relative_to(part.folder)) if f"{number}" in copies else part.path
         for number, part in parts
+    )
+
+
+def _readable(wanted: Mapping[str, Path]) -> dict[str, Path]:
+    """Leaves out files that cannot be read, such as links that lead nowhere: by the rule of all tools for bad images."""
+    images = {name for name in wanted if has_image_name(name)}
+    bad = BadImages.of_tool(len(images))
+    bad.add_read(len(images))
+    unreadable = [name for name, file in wanted.items() if not os.access(file, os.R_OK)]
+    for number, name in enumerate(unreadable):
+        if name not in images:
+            raise DataError(f"Cannot stage {wanted[name]}: it cannot be read.")
+        bad.add_bad(number, DataError(f"Cannot read {wanted[name]}: {_reason(wanted[name])}."))
+    if unreadable:
+        _logger.warning("%s of %s images cannot be read and are left out", f"{len(unreadable):,}", f"{len(images):,}")
+    return {name: file for name, file in wanted.items() if name not in unreadable}
+
+
+def _reason(file: Path) -> str:
+    return (
+        "the link leads to a file that does not exist" if file.is_symlink() and not file.exists() else "no permission"
     )
 
 

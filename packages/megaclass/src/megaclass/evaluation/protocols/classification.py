@@ -21,12 +21,12 @@ from torch import Tensor
 
 from megaclass.checkpoint.class_names import ClassList, class_list, match_classes
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, require_one_label
 from megaclass.distributed.agreement import on_every_rank_for_long
 from megaclass.errors import DataError
 from megaclass.evaluation.centres import names_of
 from megaclass.evaluation.examples import Judged, examples_of
-from megaclass.evaluation.images import SourceImages
+from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import (
     Cell,
     EvaluationProtocol,
@@ -80,7 +80,7 @@ class ClassificationProtocol(EvaluationProtocol):
         source, labels_N, matched = on_every_rank_for_long(
             lambda: labelled_images(one.path, centres.classes), device, group
         )
-        images = SourceImages(source=source, image_size=evaluator.image_size, fit=evaluator.fit)
+        images = images_of_source(source, evaluator.image_size, evaluator.fit)
         rows_ND = torch.as_tensor(evaluator.embed(images).normalised_ND(), device=device)
         scale, fitted = fitted_scale(rows_ND, labels_N, centres.shard, device=device, group=group)
         found = search(
@@ -147,6 +147,7 @@ def no_centres(model: str) -> str:
 def labelled_images(path: Path, model: ClassList) -> tuple[ImageSource, NDArray[np.int64], str]:
     """Opens a set; returns it, the class of every image as the model numbers it or -1, and "name" or "number"."""
     source = open_source(path)
+    require_one_label(source, "Classification")
     classes = class_list(str(path), source)
     matched = "name" if classes.text and model.text else "number"
     if matched == "name":

@@ -54,7 +54,7 @@ class IdentificationProtocol(EvaluationProtocol):
             probe_keys_P=given.probe_keys_P,
             group=evaluator.group,
         )
-        numbers = numbers_of(found, num_gallery=len(given.gallery))
+        numbers = numbers_of(found, num_gallery=len(given.labels_N))
         numbers["num_probes_in_gallery"] = None
         if given.probe_keys_P is not None and given.shard.keys_N is not None:
             is_inside_P = torch.from_numpy(np.isin(given.probe_keys_P, given.shard.keys_N)).to(evaluator.device)
@@ -74,22 +74,28 @@ class IdentificationProtocol(EvaluationProtocol):
         return f"{num_inside:,} probes are in the gallery themselves: each was compared with the others."
 
 
-def numbers_of(found: Neighbours, *, num_gallery: int) -> dict[str, Any]:
+def numbers_of(found: Neighbours, *, num_gallery: int, published_tpir: bool = False) -> dict[str, Any]:
     return numbers_of_scores(
         found.mate_scores_P.double().cpu().numpy(),
         found.other_scores_Pk.double().cpu().numpy()[:, : max(RANKS)],
         num_gallery=num_gallery,
+        published_tpir=published_tpir,
     )
 
 
 def numbers_of_scores(
-    mate_scores_P: NDArray[np.float64], other_scores_Pk: NDArray[np.float64], *, num_gallery: int
+    mate_scores_P: NDArray[np.float64],
+    other_scores_Pk: NDArray[np.float64],
+    *,
+    num_gallery: int,
+    published_tpir: bool = False,
 ) -> dict[str, Any]:
     """Computes the numbers from the score of each probe's best mate (-inf for none) and its best others, highest first.
 
     rank_k: share of the mated probes whose best mate is above all but k - 1 others; None without mated probes.
     tpir_at_fpir: share of the mated probes whose mate comes first and above the threshold that this share of unmated probes
     passes; None with fewer than 1 / FPIR unmated probes.
+    published_tpir: with the threshold of InsightFace's ijb_evals.py.
     """
     is_mated_P = np.isfinite(mate_scores_P)
     mates, others = mate_scores_P[is_mated_P], other_scores_Pk[is_mated_P]
@@ -105,18 +111,23 @@ def numbers_of_scores(
         "num_unmated": len(impostors),
         "rank_k": {k: num / num_mated if num_mated else None for k, num in hits.items()},
         "rank_k_95": {k: list(wilson_interval(num, num_mated)) if num_mated else None for k, num in hits.items()},
-        "tpir_at_fpir": {f"{fpir:g}": _tpir(firsts, impostors, fpir, num_mated) for fpir in FPIR_TARGETS},
+        "tpir_at_fpir": {
+            f"{fpir:g}": _tpir(firsts, impostors, fpir, num_mated, published_tpir) for fpir in FPIR_TARGETS
+        },
     }
 
 
 def _tpir(
-    first_mates: NDArray[np.float64], impostors: NDArray[np.float64], fpir: float, num_mated: int
+    first_mates: NDArray[np.float64], impostors: NDArray[np.float64], fpir: float, num_mated: int, published: bool
 ) -> float | None:
     """Returns the TPIR at one FPIR. impostors: the best score of each unmated probe, highest first."""
     if num_mated == 0 or len(impostors) == 0 or 1 / len(impostors) > fpir:
         return None
     # The rate allows this many unmated probes to pass; the score of the next one is the threshold.
     num_allowed = int(np.floor(fpir * len(impostors) + 1e-9))
+    if published:
+        # InsightFace takes the score of the last allowed probe, which its comparison with > does not let pass.
+        num_allowed -= 1
     if num_allowed >= len(impostors):
         return len(first_mates) / num_mated
     return float((first_mates > impostors[num_allowed]).sum() / num_mated)

@@ -84,9 +84,15 @@ class TemplateProtocol(EvaluationProtocol):
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
         ijb = on_every_rank(lambda: read_ijb(one.path), evaluator.device, evaluator.group)
         numbers, distances_M, is_same_M = evaluate_ijb(evaluator, ijb)
+        if evaluator.published_tpir:
+            numbers["is_tpir_published"] = True
         # The protocol has no threshold: the point where both kinds of error are closest stands in for one.
         threshold = float(np.quantile(distances_M[~is_same_M], numbers["eer"]))
         return self.result(one, numbers, curves=curves_of(distances_M, is_same_M, threshold=threshold))
+
+    def remark(self, numbers: Numbers) -> str:
+        is_published = numbers.get("is_tpir_published") is True and "identification" in numbers
+        return "TPIR has the threshold of InsightFace's ijb_evals.py (--published-tpir)." if is_published else ""
 
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = rate_rows(columns)
@@ -143,7 +149,14 @@ def evaluate_ijb(evaluator: Evaluator, ijb: IjbSet) -> tuple[dict[str, Any], NDA
     )
     features_ND = embedded.sums_ND * ijb.scores_N[:, None].astype(np.float32)
     templates_TD, ids_T = template_features(features_ND, ijb.templates_N, ijb.media_N)
-    return score_templates(templates_TD, ids_T, ijb, device=evaluator.device, group=evaluator.group)
+    return score_templates(
+        templates_TD,
+        ids_T,
+        ijb,
+        device=evaluator.device,
+        group=evaluator.group,
+        published_tpir=evaluator.published_tpir,
+    )
 
 
 def template_features(
@@ -172,6 +185,7 @@ def score_templates(
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    published_tpir: bool = False,
 ) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
     rows_M2 = np.searchsorted(ids_T, ijb.pairs_M3[:, :2])
     is_same_M = ijb.pairs_M3[:, 2] == 1
@@ -185,7 +199,7 @@ def score_templates(
         here = slice(start, start + _PAIRS_AT_ONCE)
         first, second = templates_TD[rows_M2[here, 0]], templates_TD[rows_M2[here, 1]]
         distances_M[here] = 2 - 2 * np.einsum("md,md->m", first, second)
-    identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group)
+    identification, published = _identify(templates_TD.astype(np.float32), ids_T, ijb, device, group, published_tpir)
     searched = {"identification": identification, "published_tpir_at_fpir": published} if identification else {}
     return {**pair_rates(distances_M, is_same_M).to_json(), **searched}, distances_M, is_same_M
 
@@ -196,6 +210,7 @@ def _identify(
     ijb: IjbSet,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    published_tpir: bool,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float | None]]:
     if not ijb.galleries:
         return {}, {}
@@ -208,7 +223,7 @@ def _identify(
         # The published threshold is the k-th best score of all probes together: no probe contributes more than k of them.
         k = min(len(members_G2), max(10, int(np.ceil(max(_PUBLISHED_FPIR) * len(probes_PD)))))
         found = search(probes_PD, gallery, k=k, device=device, probe_labels_P=ijb.probes_T2[:, 1], group=group)
-        results[name] = numbers_of(found, num_gallery=len(members_G2))
+        results[name] = numbers_of(found, num_gallery=len(members_G2), published_tpir=published_tpir)
         if name == "joined":
             mates_P, others_Pk = (one.double().cpu().numpy() for one in (found.mate_scores_P, found.other_scores_Pk))
             impostors = -np.sort(-others_Pk[np.isfinite(others_Pk)])

@@ -191,6 +191,7 @@ _FACTS = {
     "data_fingerprint": ("Data fingerprint", ""),
     "num_classes": ("Classes", ","),
     "num_images": ("Training images", ","),
+    "minor_subcentres": ("In minor sub-centres", ""),
     "image_size": ("Image size", ""),
     "backbone": ("Backbone", ""),
     "embedding_dim": ("Numbers per embedding", ""),
@@ -219,8 +220,9 @@ def _facts(summary: Mapping[str, Any], metrics: Rows, events: Rows) -> dict[str,
     known |= {key: value for key, value in summary.items() if value is not None}
     size = known.get("image_size")
     if isinstance(size, int | list):
-        # One side of a square, or [height, width].
-        known["image_size"] = " × ".join(map(str, reversed(size) if isinstance(size, list) else (size, size)))
+        # One side of a square, or [height, width]; of features the number of columns.
+        sides = [*reversed(size)] if isinstance(size, list) else [size, size]
+        known["image_size"] = f"{sides[0]} numbers" if sides[-1] in (0, 1) else " × ".join(map(str, sides))
     return {
         title: format(known[key], form) if form and is_number(known[key]) else str(known[key])
         for key, (title, form) in _FACTS.items()

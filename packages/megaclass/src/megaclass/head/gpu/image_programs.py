@@ -110,22 +110,6 @@ def prepare_images(
 
 
 @triton.jit
-def find_slots(slots, classes, num_entries, num_images, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Local class ids -> their places among the ascending classes that take part, in place; -1 stays."""
-    images = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_image = images < num_images
-    local = tl.load(slots + images, mask=is_image, other=-1)
-    low = tl.zeros((BLOCK,), tl.int32)
-    high = tl.zeros((BLOCK,), tl.int32) + num_entries
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        is_below = tl.load(classes + middle, mask=middle < num_entries, other=2**31) < local
-        low = tl.where(is_below & (low < high), middle + 1, low)
-        high = tl.where(is_below, high, middle)
-    tl.store(slots + images, tl.where(local >= 0, low.to(tl.int64), -1), mask=is_image)
-
-
-@triton.jit
 def note_faults(
     first_fault,  # (6,) int64, in and out
     words,
@@ -211,7 +195,7 @@ def finish_losses(
     numbers,  # (4,) float64: scale, margin, cos(margin), sin(margin)
     num_total,  # () float64: images of the whole step
     first_fault,
-    log_totals,  # (G,) float64, out
+    mass_slopes,  # (G,) float64, out: d loss / d mass, 1 / softmax denominator
     slopes,  # (G,) float64, out
     loss,  # () float32, out
     num_images,
@@ -255,7 +239,7 @@ def finish_losses(
         log_total = top + tl.log(tl.exp(log_mass - top) + tl.exp(logit - top))
         slope = -slope * tl.exp(log_mass - log_total)
         totals += tl.where(counts, log_total - logit, 0.0)
-        tl.store(log_totals + images, tl.where(counts & (mass > 0), log_total, float("inf")), mask=inside)
+        tl.store(mass_slopes + images, tl.exp(-tl.where(counts & (mass > 0), log_total, float("inf"))), mask=inside)
         tl.store(slopes + images, tl.where(counts, slope, 0.0), mask=inside)
     mean = tl.sum(totals, 0) / tl.maximum(tl.load(num_total), 1.0)
     tl.store(loss, tl.where(tl.load(first_fault) != 0, float("nan"), mean).to(tl.float32))
@@ -266,7 +250,7 @@ def weigh_images(
     units,  # (G, D) float32
     targets,  # (G, D) float32
     sums,  # (G, WIDTH) float32: exponentials times centres
-    log_totals,
+    mass_slopes,
     slopes,
     is_image,
     upstream,  # () d total / d loss
@@ -288,7 +272,7 @@ def weigh_images(
     row = g.to(tl.int64)
     weight = tl.load(upstream).to(tl.float64) / tl.maximum(tl.load(num_total), 1.0)
     weight = tl.where(tl.load(is_image + g) != 0, weight, 0.0)
-    negative = weight * tl.exp(-tl.load(log_totals + g))
+    negative = weight * tl.load(mass_slopes + g)
     pull = (weight * tl.load(slopes + g)).to(tl.float32)
     tl.store(weights + g, weight)
     tl.store(negatives + g, negative)

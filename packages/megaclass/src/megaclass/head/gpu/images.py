@@ -124,31 +124,16 @@ def prepare(gathered: Gathered, store: Centres, product_dtype: torch.dtype) -> G
         unit_GD=unit_GD,
         operand_GD=operand_GD,
         norms_G=norms_G,
-        cosines_G=cosines_G,
-        labels_G=labels_G,
         is_image_G=is_image_G,
-        own_rows_G=rows_G,
-        own_unit_GD=target_GD,
-        local_ids_G=local_ids_G,
+        labels_N=labels_G,
+        is_label_N=is_image_G,
+        cosines_N=cosines_G,
+        own_rows_N=rows_G,
+        own_unit_ND=target_GD,
+        local_ids_N=local_ids_G,
         counts_W=gathered.counts_W,
         max_batch=layout.max_batch,
     )
-
-
-def find_slots_(slots_G: Tensor, classes_S: Tensor) -> None:
-    """Replaces local class ids by their places among classes_S, in place."""
-    if slots_G.shape[0]:
-        steps = classes_S.shape[0].bit_length() + 1
-        launch(
-            image_programs.find_slots,
-            -(-slots_G.shape[0] // 128),
-            slots_G,
-            classes_S,
-            classes_S.shape[0],
-            slots_G.shape[0],
-            STEPS=steps,
-            BLOCK=128,
-        )
 
 
 def note_faults(
@@ -166,7 +151,7 @@ def note_faults(
         first_fault,
         gathered.words_W,
         images.norms_G,
-        images.labels_G,
+        images.labels_N,
         images.is_image_G,
         num_overflowed,
         step,
@@ -185,8 +170,18 @@ def margin_numbers(margin: Margin, device: torch.device) -> Tensor | None:
     # Not what a subclass inherits: it may have other logits.
     if vars(type(margin)).get("gpu_rule") is None:
         return None
+    return torch.tensor(_constants(margin), dtype=torch.float64, device=device)
+
+
+def write_margin_(margin: Margin, numbers: Tensor) -> None:
+    """Writes the constants of a margin of another size, of a margin schedule. Four launches; the host does not wait."""
+    for place, value in zip(numbers, _constants(margin), strict=True):
+        place.fill_(value)
+
+
+def _constants(margin: Margin) -> list[float]:
     angle = getattr(margin, "margin", 0.0)
-    return torch.tensor([margin.scale, angle, math.cos(angle), math.sin(angle)], dtype=torch.float64, device=device)
+    return [margin.scale, angle, math.cos(angle), math.sin(angle)]
 
 
 def finish_losses(
@@ -200,7 +195,7 @@ def finish_losses(
 ) -> LossesAndSlopes:
     """step.finish_losses for the margins with constants, and the mean loss, in one launch."""
     num_rows, device = mass_G.shape[0], mass_G.device
-    log_total_G, slope_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
+    slope_mass_G, slope_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
     loss = torch.empty((), device=device)
     is_exact = getattr(margin, "gradient", "exact") == "exact"
     launch(
@@ -212,7 +207,7 @@ def finish_losses(
         numbers,
         num_images,
         first_fault,
-        log_total_G,
+        slope_mass_G,
         slope_G,
         loss,
         num_rows,
@@ -220,7 +215,7 @@ def finish_losses(
         BLOCK=512,
         num_warps=8,
     )
-    return LossesAndSlopes(log_total_G, slope_G, None, mean_loss=loss)
+    return LossesAndSlopes(slope_mass_G, slope_G, None, mean_loss=loss)
 
 
 def grad_embeddings(
@@ -241,7 +236,7 @@ def grad_embeddings(
     problem, images, stored = part.problem, part.images, stored_products(part.problem)
     device, (num_rows, dim) = images.unit_GD.device, images.unit_GD.shape
     part.negative_coefficients_G, weights_G = torch.empty((2, num_rows), dtype=torch.float64, device=device).unbind()
-    part.target_coefficients_G = torch.empty(num_rows, device=device)
+    part.target_coefficients_N = torch.empty(num_rows, device=device)
     stored.weighted_GD = torch.empty(problem.unit_GD.shape, dtype=problem.exp_dtype, device=device)
     grad_GD = torch.empty((num_rows, dim), device=device) if wants_images else None
     if num_rows:
@@ -249,15 +244,15 @@ def grad_embeddings(
             image_programs.weigh_images,
             num_rows,
             images.unit_GD,
-            images.own_unit_GD,
+            images.own_unit_ND,
             stored.sums_GD,
-            part.losses.log_total_G,
-            part.losses.slope_cosine_G,
+            part.losses.slope_mass_G,
+            part.losses.slope_cosine_N,
             images.is_image_G,
             upstream,
             num_images,
             part.negative_coefficients_G,
-            part.target_coefficients_G,
+            part.target_coefficients_N,
             weights_G,
             stored.weighted_GD,
             grad_GD,

@@ -178,7 +178,7 @@ class _Run:
                 self._operand(exps_GR, tiles.images, tiles.classes // tiles.parts),
                 masses_NG,
                 won_R,
-                problem.target_slot_G,
+                problem.target_slots_N,
                 problem.class_weight_S,
                 problem.num_drawn,
                 problem.has_direction_G if num_subcentres > 1 else None,

@@ -1,12 +1,14 @@
 """Builds the model from the settings: backbone, head, optimizer, precision."""
 
 import difflib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,12 +18,12 @@ from megaclass.backbones.configured import checkpoint_activations, configured_la
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
-from megaclass.data.sources.source import ImageSource
-from megaclass.distributed.data_parallel import data_parallel, exact_average
+from megaclass.data.sources.source import ImageSource, TensorSource
+from megaclass.distributed.data_parallel import NothingToAverage, data_parallel, exact_average
 from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
-from megaclass.image_size import ImageSize, compact_size, height_and_width
+from megaclass.image_size import ImageSize, compact_size, has_rows, height_and_width, input_shape
 from megaclass.training.model.distil import Distiller, new_distiller
 from megaclass.training.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
@@ -39,7 +41,7 @@ class Model:
     """Backbone, head and their optimizers: everything that a checkpoint must hold."""
 
     backbone: nn.Module
-    parallel: DistributedDataParallel
+    parallel: DistributedDataParallel | NothingToAverage
     """The backbone in DDP, which averages its gradients over the ranks; compiled, or replayed as CUDA graphs, by settings."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
@@ -98,12 +100,21 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     precision = choose_precision(config.train, device)
     image_size = compact_size(input_size(config, source))
     backbone, dropouts = _build_backbone(config, image_size, device)
+    margin, has_several = build_margin(config.head), isinstance(source, TensorSource) and source.labels.ndim > 1
     head = PartialFC(
         config.backbone.embedding_dim,
         source.num_classes,
-        margin=build_margin(config.head),
+        margin=margin,
         sample_rate=config.head.sample_rate,
         sample_positives=config.head.sample_positives,
+        negatives=config.head.negatives,
+        class_counts=_class_counts(config, margin, source),
+        margin_schedule=config.head.margin_schedule,
+        loss=config.head.loss,
+        max_labels=max(config.head.max_labels, *source.labels.shape[1:]) if has_several else config.head.max_labels,
+        label_smoothing=config.head.label_smoothing,
+        similarity=config.head.similarity,
+        temperature=config.head.temperature,
         optimizer=build_row_optimizer(config.head),
         seed=config.train.seed,
         max_batch=-(-config.train.global_batch // world.size),
@@ -139,6 +150,14 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
     )
 
 
+def _class_counts(config: Config, margin: Margin, source: ImageSource) -> Tensor | None:
+    """Returns the number of images of every class, if the settings of the head need them."""
+    if not margin.needs_class_counts and config.head.negatives == "uniform":
+        return None
+    labels = source.labels[source.labels >= 0]
+    return torch.from_numpy(np.bincount(labels, minlength=source.num_classes))
+
+
 def build_margin(config: HeadConfig) -> Margin:
     margin, size_field = _margin_class(config.margin)
     given = {"multiplier": config.m1, "angle": config.m2, "cosine": config.m3}
@@ -151,6 +170,15 @@ def build_margin(config: HeadConfig) -> Margin:
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if hasattr(margin, "gradient"):
         chosen["gradient"] = config.gradient
+    known = [field.name for field in fields(margin) if field.name not in ("scale", "gradient")]  # type: ignore[arg-type]
+    for name, value in config.margin_options:
+        if name not in known or name in chosen:
+            raise ConfigError(
+                f"head.margin_options names {name!r}, but the margin {config.margin} takes {', '.join(known) or 'no numbers'}, "
+                f"each once; head.margin_size is {size_field!r}."
+            )
+        # Counts, such as the k of intertopk, are whole numbers.
+        chosen[name] = int(value) if value == int(value) and isinstance(getattr(margin, name, 0.0), int) else value
     build: Callable[..., Margin] = margin
     return build(scale=config.scale, **chosen)
 
@@ -199,8 +227,9 @@ def _build_backbone(
 
 def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
     """Returns the compiled backbone, or the backbone itself if compiling fails; tries two images, because compiling is lazy."""
-    device = next(backbone.parameters()).device
-    images = torch.zeros((2, 3, *height_and_width(image_size)), device=device).to(memory_format=torch.channels_last)
+    device = next(itertools.chain(backbone.parameters(), backbone.buffers())).device
+    images = torch.zeros((2, *input_shape(image_size)), device=device)
+    images = images if has_rows(image_size) else images.to(memory_format=torch.channels_last)
     # Static shapes: otherwise a second batch size would make the dimension dynamic, and the kernels slower.
     compiled = torch.compile(backbone, dynamic=False)
     was_training = backbone.training
@@ -221,7 +250,7 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
     groups = _parameter_groups(config, backbone)
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Fused optimizers read `found_inf` on the device, so a bad step is skipped without waiting for the host.
-    fused = parameters[0].device.type == "cuda"
+    fused = bool(parameters) and parameters[0].device.type == "cuda"
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
     sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
@@ -244,7 +273,8 @@ def _parameter_groups(config: OptimizerConfig, backbone: nn.Module) -> list[dict
             decay = 0.0 if is_vector and not config.decay_vectors else config.weight_decay
             group = groups.setdefault((lr_scale, decay), {"params": [], "lr_scale": lr_scale, "weight_decay": decay})
             group["params"].append(parameter)
-    return list(groups.values())
+    # As a group, because torch refuses a list of no parameters: features need not pass a layer.
+    return list(groups.values()) or [{"params": [], "lr_scale": 1.0}]
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:

@@ -57,9 +57,11 @@ class Distiller:
         for parameter in teacher.network.parameters():
             parameter.requires_grad = False
 
-    def loss(self, inputs_B: Tensor, indices_B: NDArray[np.int64], embeddings_BD: Tensor, num_images: int) -> Tensor:
+    def loss(
+        self, inputs: tuple[Tensor, ...], indices_B: NDArray[np.int64], embeddings_BD: Tensor, num_images: int
+    ) -> Tensor:
         """Returns this part's share of the loss; num_images: of this rank in the whole step, over which the means are."""
-        want_BD, have_BD = F.normalize(self._targets(inputs_B, indices_B)), F.normalize(embeddings_BD.float())
+        want_BD, have_BD = F.normalize(self._targets(inputs, indices_B)), F.normalize(embeddings_BD.float())
         loss = (
             self.settings.cosine * (1 - (want_BD * have_BD).sum(1)).sum()
             if self.settings.cosine
@@ -72,13 +74,13 @@ class Distiller:
         return loss / max(1, num_images)
 
     @torch.no_grad()
-    def _targets(self, inputs_B: Tensor, indices_B: NDArray[np.int64]) -> Tensor:
+    def _targets(self, inputs: tuple[Tensor, ...], indices_B: NDArray[np.int64]) -> Tensor:
         if self._cached_ND is not None:
-            return torch.from_numpy(self._cached_ND[indices_B]).to(inputs_B.device).float()
-        if inputs_B.shape[2:] != self._size:
-            inputs_B = F.interpolate(inputs_B, self._size, mode="bilinear", antialias=True)
-        with torch.autocast(inputs_B.device.type, self._precision.dtype, enabled=self._precision.uses_autocast):
-            rows_BD: Tensor = self.teacher.network(inputs_B)
+            return torch.from_numpy(self._cached_ND[indices_B]).to(inputs[0].device).float()
+        if inputs[0].ndim == 4 and inputs[0].shape[2:] != self._size:
+            inputs = (F.interpolate(inputs[0], self._size, mode="bilinear", antialias=True),)
+        with torch.autocast(inputs[0].device.type, self._precision.dtype, enabled=self._precision.uses_autocast):
+            rows_BD: Tensor = self.teacher.network(*inputs)
         return rows_BD.float()
 
     def fill_cache(self, folder: Path, source: ImageSource, fingerprint: str, config: Config, world: World) -> None:

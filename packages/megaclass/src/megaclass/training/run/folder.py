@@ -140,6 +140,23 @@ class RunFolder:
         finally:
             os.close(handle)
 
+    def wait_until_free(self) -> None:
+        """Waits until rank 0, which holds the lock until it has written the results, releases it or ends.
+
+        Returns at once on a file system without locks.
+        """
+        with suppress(OSError):
+            handle = os.open(self._lock_file, os.O_RDWR | open_flags("O_NOFOLLOW", "O_CLOEXEC"))
+            try:
+                while True:
+                    try:
+                        lock_at_once(handle)
+                        return
+                    except BlockingIOError:
+                        time.sleep(_LOCK_POLL_S)
+            finally:
+                os.close(handle)
+
     def _lock(self, handle: int, patience_s: float) -> None:
         begun, is_logged = time.monotonic(), False
         while True:

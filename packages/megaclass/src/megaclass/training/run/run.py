@@ -19,14 +19,14 @@ from megaclass import __version__
 from megaclass.backbones import check_backbone, own_size, proposed_size
 from megaclass.checkpoint.class_names import ClassList, class_list
 from megaclass.config.read import flat_values
-from megaclass.config.schema import Config
+from megaclass.config.schema import CLASS_MEANS, Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
 from megaclass.data.loading.choose import choose_processes
 from megaclass.data.loading.pool import LoaderSettings
-from megaclass.data.sources.open_source import check_source, open_source
-from megaclass.data.sources.source import ImageSource, PixelSource
+from megaclass.data.sources.open_source import check_source, has_notation, open_source
+from megaclass.data.sources.source import ImageSource, PixelSource, TensorSource, first_labels, require_one_label
 from megaclass.data.tools.inspect import survey_sizes
 from megaclass.data.tools.stage import stage
 from megaclass.data.tools.synthesize import synthesize
@@ -128,7 +128,7 @@ def make_data(config: Config) -> None:
         check_source(path)
     near = [one.name for one in sets_in_training(path, ())]
     for name in config.train.evaluate_sets:
-        if name not in near and not Path(name).exists():
+        if name not in near and not (Path(name).exists() or has_notation(name)):
             there = f"those next to it are {', '.join(near)}" if near else "there is no .bin file next to it"
             raise ConfigError(
                 f"train.evaluate_sets names {name}, but there is no {name}.bin next to the data at {path}: {there}. "
@@ -149,7 +149,9 @@ def open_data(
     path = staged_path(config)
     source = open_source(path) if source is None else source
     height, width = size = input_size(config, source)
-    if height != width and not config.data.size:
+    if isinstance(source, TensorSource):
+        _check_for_rows(config, source)
+    elif height != width and not config.data.size:
         # The first photo may have any shape: a model should not take that shape unless the user asks for it.
         raise DataError(
             f"The images at {config.data.path} have {shown_size(size)} pixels, which is not a square. Set the input size: "
@@ -162,13 +164,33 @@ def open_data(
     warning = check_classes(source, config.data.path)
     if warning and world.is_main:
         _logger.warning(warning)
-    processes = choose_processes(
-        path,
-        workers=config.data.workers,
-        device=device,
-        num_local_ranks=world.local_size,
-    )
+    processes = None
+    if not isinstance(source, TensorSource):
+        processes = choose_processes(
+            path,
+            workers=config.data.workers,
+            device=device,
+            num_local_ranks=world.local_size,
+        )
     return source, make_loader(config, source, world, device, processes)
+
+
+def _check_for_rows(config: Config, source: ImageSource) -> None:
+    """Refuses settings that only images have, and those that need one label per sample."""
+    data = config.data
+    for name, value, allowed in (("size", data.size, 0), ("augment", data.augment, ""), ("workers", data.workers, 0)):
+        if value not in (allowed, "auto"):
+            raise ConfigError(
+                f"data.{name} is {value}, but {data.path} holds features or sequences, which are not decoded, resized or "
+                f"augmented: leave it out."
+            )
+    for name, is_set in (
+        ("data.order=classes", data.order == "classes"),
+        ("train.init_centres=class_means", config.train.init_centres == CLASS_MEANS),
+        ("train.mean_weight", bool(config.train.mean_weight)),
+    ):
+        if is_set:
+            require_one_label(source, name)
 
 
 def check_classes(source: ImageSource, path: str) -> str:
@@ -179,7 +201,7 @@ def check_classes(source: ImageSource, path: str) -> str:
             f"{path} holds images of a single class, and a classifier needs two: expected one subfolder per identity. {above}"
         )
     # The labels of a large set are counted only if it may be one of single images.
-    if source.num_images > source.num_classes or np.bincount(source.labels).max(initial=0) > 1:
+    if source.num_images > source.num_classes or np.bincount(first_labels(source)).max(initial=0) > 1:
         return ""
     return (
         f"each of the {source.num_classes:,} classes at {path} has one image: what images of an identity have in common "
@@ -236,6 +258,8 @@ def make_loader(
 def describe_sizes(config: Config, source: ImageSource) -> str:
     """Describes which input size the model takes and why, and how many images have another size."""
     size = input_size(config, source)
+    if isinstance(source, TensorSource):
+        return f"the model takes samples of {shown_size(size)}."
     first = "of the first image" if own_size(config.backbone.name) is None else "for which the network was made"
     reason = "from data.size" if config.data.size else f"the size {first}; data.size sets another"
     text = f"the model takes images of {shown_size(compact_size(size))} pixels, {reason}"
@@ -304,10 +328,6 @@ class RunEvents:
             self.note("rank_change", first_step, before=earlier[-1], after=world_size)
         begins = {"num_steps": num_steps, "world_size": world_size, "version": __version__}
         self.note("resume" if first_step else "start", first_step, **begins)
-
-    def note_published(self, step: int) -> None:
-        """Notes that the checkpoint of a step is on the disk."""
-        self.note("save", step)
 
     @contextmanager
     def ending_noted(self, *, is_elastic: bool = False) -> Iterator[None]:

@@ -46,6 +46,7 @@ from megaclass_launch.world import NO_STARTER, World
 _logger = logging.getLogger("megaclass.training")
 # How long rank 0 of the previous start may take to end: the grace periods of the launchers, and a write to a slow disk.
 _PREVIOUS_START_ENDS_S = 120.0
+_WAITING_RANKS_S = 1.0
 # For the configuration, metrics and events of a run that has no checkpoint yet.
 _LEAST_ROOM_BYTES = 2**20
 _ROOM_POLL_S = 2.0
@@ -127,7 +128,8 @@ def prepare_run(
             if mode.needs_free_folder and not is_restart:
                 folder.check_free()
         # A restart may come before the previous rank 0 has ended.
-        lock.take(folder, _PREVIOUS_START_ENDS_S if is_restart else 0.0)
+        # The other ranks of a script hold it for a moment to learn that rank 0 has written the results of its last run.
+        lock.take(folder, _PREVIOUS_START_ENDS_S if is_restart else _WAITING_RANKS_S if world.size > 1 else 0.0)
         if is_restart:
             if not is_continued:
                 wait_for_room(folder)

@@ -1,0 +1,156 @@
+"""How many wrong labels `megaclass data clean` finds: labels of Glyphs are flipped and classes doubled on purpose.
+
+    megaclass data glyphs --classes 3000 --out datasets/glyphs-small
+    python benchmarks/clean.py --data datasets/glyphs-small/train --seeds 1,2,3 --out benchmarks/clean.md
+    python benchmarks/clean.py --centres 2000000 --device cuda
+
+For each seed a twentieth of the images get the label of another class, and of a fiftieth of the classes half of the images get
+a new class. A model is trained on these labels by the recipe, and `megaclass data clean` looks at the same images. The settings
+of the search were chosen on seed 0, which is not measured.
+
+--centres times the search for doubled classes alone, among random directions of which a thousandth are doubled.
+"""
+
+import argparse
+import csv
+import datetime
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.source import ImageSource
+from megaclass.data.tools.pack import PackOptions, pack
+from megaclass.data.tools.verify import SubsetSource
+from megaclass.evaluation.search import full_precision
+from megaclass.evaluation.suspects import close_pairs
+
+FLIPPED, DOUBLED = 0.05, 0.02
+
+
+class WrongLabels(SubsetSource):
+    """A source with flipped labels and doubled classes."""
+
+    def __init__(self, inner: ImageSource, seed: int) -> None:
+        super().__init__(inner, np.arange(inner.num_images))
+        rng = np.random.default_rng(seed)
+        labels, num_classes = np.array(inner.labels), inner.num_classes
+        self.doubled = np.sort(rng.choice(num_classes, round(DOUBLED * num_classes), replace=False))
+        for number, label in enumerate(self.doubled.tolist()):
+            images = rng.permutation(np.flatnonzero(labels == label))
+            labels[images[: len(images) // 2]] = num_classes + number
+        self.num_classes = num_classes + len(self.doubled)
+        self.identities = np.concatenate([np.arange(num_classes), self.doubled])
+        """Identity of each class."""
+        self.flipped = np.sort(rng.choice(len(labels), round(FLIPPED * len(labels)), replace=False))
+        self.true_labels = labels.copy()
+        for image in self.flipped.tolist():
+            while self.identities[labels[image]] == self.identities[self.true_labels[image]]:
+                labels[image] = rng.integers(self.num_classes)
+        self.labels = labels
+
+
+def measure(options: argparse.Namespace, seed: int) -> dict[str, float]:
+    work = options.work / f"seed-{seed}"
+    data, run = work / "data", work / "run"
+    wrong = WrongLabels(open_source(options.data), seed)
+    if not data.exists():
+        pack(wrong, data, PackOptions(shuffle_seed=None))
+    # pack orders images by class; the number of the image in the packed set is its place in that order.
+    order = np.argsort(wrong.labels, kind="stable")
+    python = [sys.executable, "-m", "megaclass"]
+    started = time.monotonic()
+    if not (run / "summary.json").exists():
+        settings = [f"data.path={data}", f"train.run_dir={run}", f"train.seed={seed}", f"train.device={options.device}"]
+        settings += ["export.onnx=false", *options.settings]
+        subprocess.run([*python, "train", "--quiet", options.recipe, *settings, "--overwrite"], check=True)
+    trained = time.monotonic()
+    subprocess.run(
+        [*python, "data", "clean", str(run), "--out", str(work / "review"), "--device", options.device], check=True
+    )
+    cleaned = time.monotonic()
+    lines = (work / "review" / "findings.tsv").read_text().splitlines()[2:]
+    found = [(row[1], row[2], int(row[3]), row[4]) for row in csv.reader(lines, delimiter="\t")]
+    images = np.array(
+        [order[int(image)] for kind, image, _, _ in found if kind in ("mislabelled", "outlier")], dtype=int
+    )
+    moved = {int(order[int(image)]): int(other) for kind, image, _, other in found if kind == "mislabelled"}
+    pairs = [(label, int(other)) for kind, _, label, other in found if kind == "doubled"]
+    right_pairs = {label for label, other in pairs if wrong.identities[label] == wrong.identities[other]}
+    right_moves = sum(
+        wrong.identities[moved[image]] == wrong.identities[wrong.true_labels[image]]
+        for image in set(moved) & set(wrong.flipped.tolist())
+    )
+    num_flipped, num_images = len(wrong.flipped), wrong.num_images
+    num_right = len(np.intersect1d(images, wrong.flipped))
+    return {
+        "seed": seed,
+        "flipped found": num_right / num_flipped,
+        "moved to the right class": right_moves / num_flipped,
+        "images wrongly accused": (len(images) - num_right) / (num_images - num_flipped),
+        "doubled found": len(right_pairs) / len(wrong.doubled),
+        "classes wrongly accused": (len(pairs) - len(right_pairs)) / wrong.num_classes,
+        "training s": trained - started,
+        "cleaning s": cleaned - trained,
+    }
+
+
+def time_centres(num_classes: int, width: int, device: str) -> None:
+    generator = torch.Generator(device=device).manual_seed(0)
+    rows = torch.randn(num_classes, width, generator=generator, device=device)
+    num_doubled = num_classes // 1000
+    rows[-num_doubled:] = rows[:num_doubled] + 0.3 * torch.randn(num_doubled, width, generator=generator, device=device)
+    rows = torch.nn.functional.normalize(rows)
+    for _ in range(2):  # the first includes start-up
+        started = time.monotonic()
+        with full_precision():
+            first, _ = close_pairs(rows, 0.5)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.monotonic() - started
+    print(
+        f"{num_classes:,} centres of {width} numbers on {device}: {seconds:.1f} s, {len(first):,} of {num_doubled:,} pairs"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("datasets/glyphs-small/train"))
+    parser.add_argument("--recipe", default="glyphs-small")
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--work", type=Path, default=Path("runs/clean"))
+    parser.add_argument("--centres", type=int, default=0)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("settings", nargs="*", metavar="section.key=value")
+    options = parser.parse_args()
+    if options.centres:
+        time_centres(options.centres, options.width, options.device)
+        return
+    rows = [measure(options, int(seed)) for seed in options.seeds.split(",")]
+    keys = list(rows[0])
+    lines = [f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}"]
+    for row in rows:
+        cells = [
+            f"{row[key]:.2%}" if "found" in key or "right" in key or "wrongly" in key else f"{row[key]:.0f}"
+            for key in keys
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    text = "\n".join(lines)
+    print(text)
+    if options.out is not None:
+        when = datetime.date.today().isoformat()
+        options.out.write_text(
+            f"# Wrong labels that are found\n\n{when}, {options.device} of {platform.machine()}, torch {torch.__version__}:\n"
+            f"`python benchmarks/clean.py --data {options.data} --seeds {options.seeds}`\n\n{text}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
