@@ -33,6 +33,11 @@ NOT_RUN = {
     r"--host-discovery-script": "needs a script of the user; tests/launch has one",
     r"--distractors": "MegaFace's folders; tests/megaclass/evaluation/test_identification.py runs it",
     r"--reject": "needs an evaluation on many images of unknown classes; tests/megaclass/evaluation/test_classify.py has one",
+    r"data\.path=(hf|s3|https)://": "an address; tests/megaclass/data/test_remote.py has a server",
+    r"/data/birds": "Parquet files; tests/megaclass/data/test_parquet.py writes some",
+    r"backbone\.name=timm/": "downloads weights; tests/megaclass/backbones/test_timm_network.py has some in a file",
+    r"distil\.teacher=": "a second trained model; tests/megaclass/training/test_distil.py has one",
+    r"--detector": "a face detector of the user; tests/megaclass/face_detectors.py makes some",
     r"^megaclass push": "publishes; tests/megaclass/evaluation/test_trained_models.py pushes to a small hub of its own",
     r"^megaclass demo": "the demo's recipe in full; tests/test_package.py runs it small from the wheel",
     r"^torch.save": "one line of Python about a file of the user",
@@ -112,6 +117,9 @@ def fill_folder() -> None:
     for name, images in (("shop", (0, 1)), ("seen", (2, 3))):
         lines = [f"data/own/person{one}/{image}.png\tperson{one}\n" for one in range(12) for image in images]
         Path(f"{name}.txt").write_text("".join(lines))
+    points = "8 10 20 10 14 16 9 22 19 22"
+    photos = sorted(file.relative_to("photos") for file in Path("photos").rglob("*.png"))
+    Path("landmarks.txt").write_text("".join(f"{photo} {points}\n" for photo in photos))
     for name in ("anna", "anna-again", "bert", "image"):
         shutil.copy("data/own/person0/0.png", f"{name}.jpg")
     for name in ("features", "held-out"):

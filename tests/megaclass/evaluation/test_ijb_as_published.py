@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from megaclass.backbones import build_backbone
-from megaclass.evaluation.images import STANDARD_POINTS, similarity_transform
+from megaclass.data.align import STANDARD_POINTS, similarity_transform
 from megaclass.evaluation.protocol import Evaluator
 from megaclass.evaluation.protocols.templates import evaluate_ijb, read_ijb
 

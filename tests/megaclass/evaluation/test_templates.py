@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from megaclass.data.align import IJB_POINTS, STANDARD_POINTS, align
 from megaclass.errors import DataError
-from megaclass.evaluation.images import IJB_POINTS, STANDARD_POINTS, align
 from megaclass.evaluation.protocol import EvaluationSet, Evaluator
 from megaclass.evaluation.protocols.templates import evaluate_ijb, read_ijb, template_features
 from megaclass.evaluation.sets import evaluate_sets, find_sets

@@ -15,6 +15,7 @@ from megaclass.backbones.mobilefacenet import MobileFaceNet
 from megaclass.backbones.rows import FeatureNet
 from megaclass.backbones.slim import SlimNet
 from megaclass.backbones.state_sizes import SizedBackbone
+from megaclass.backbones.timm_network import TIMM_PREFIX, TimmNetwork, check_timm_name, timm_size
 from megaclass.backbones.vit import VisionTransformer
 from megaclass.config.read import own_class
 from megaclass.errors import CheckpointError
@@ -52,6 +53,9 @@ def check_backbone(name: str, image_size: ImageSize | None) -> None:
     if ":" in name:
         _own_backbone(name)
         return
+    if name.startswith(TIMM_PREFIX):
+        check_timm_name(name)
+        return
     if name not in BACKBONES:
         close = difflib.get_close_matches(name, BACKBONES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(BACKBONES)}."
@@ -71,6 +75,21 @@ def check_backbone(name: str, image_size: ImageSize | None) -> None:
         )
 
 
+def is_built_in(name: str) -> bool:
+    """Tells whether `recognise` knows the backbone by its weights; networks of timm and of users are known by name only."""
+    return name in BACKBONES
+
+
+def may_be_named_by_file(name: str) -> bool:
+    """Tells whether a file may choose this backbone: not the code of a user."""
+    return name in BACKBONES or (name.startswith(TIMM_PREFIX) and ":" not in name)
+
+
+def own_size(name: str) -> ImageSize | None:
+    """Returns the size that a network of timm was made for; the others take any size."""
+    return timm_size(name) if name.startswith(TIMM_PREFIX) and ":" not in name else None
+
+
 def proposed_size(image_size: ImageSize) -> str:
     """Returns the closest size that every backbone takes, as data.size is written."""
     height, width = (min(4096, max(16, 16 * round(side / 16))) for side in height_and_width(image_size))
@@ -80,10 +99,12 @@ def proposed_size(image_size: ImageSize) -> str:
 def build_backbone(name: str, *, embedding_dim: int, image_size: ImageSize) -> nn.Module:
     """Builds a backbone for images of this size; its weights come from torch's global generator.
 
-    name: one of BACKBONES, or `package.module:Class` of your own, called with the same two arguments: the size
+    name: one of BACKBONES, timm/NAME, or `package.module:Class` of your own, called with the same two arguments: the size
     is one number for squares and (height, width) for rectangles.
     """
     check_backbone(name, image_size)
+    if name.startswith(TIMM_PREFIX):
+        return TimmNetwork(name.removeprefix(TIMM_PREFIX), embedding_dim, image_size)
     if ":" not in name:
         return BACKBONES[name](embedding_dim, image_size)
     backbone = _own_backbone(name)(embedding_dim, image_size)

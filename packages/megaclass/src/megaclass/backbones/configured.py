@@ -1,5 +1,6 @@
 """Builds a backbone as the section [backbone] of the settings describes it: layers, frozen parameters, recomputation."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -58,6 +59,43 @@ def freeze(backbone: nn.Module, config: BackboneConfig) -> None:
             f"backbone.freeze = {list(config.freeze)} leaves nothing of {config.name} to train: "
             f"leave at least its last layer out of the list."
         )
+
+
+def layer_depths(backbone: nn.Module) -> dict[str, int]:
+    """Returns the depth of every parameter: 0 before the first block, one more per block or stage, the largest behind the last.
+
+    Blocks are the items of `blocks`, `stages` and `layers`; stages are also layer1, layer2, …, as in residual networks.
+    """
+    depths, depth = {}, 0
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        nonlocal depth
+        is_behind = False
+        for name, child in module.named_children():
+            if name == "body":
+                walk(child, "body.")
+                is_behind = True
+                continue
+            units = (
+                [(f"{name}.{number}", block) for number, block in child.named_children()]
+                if name in ("blocks", "stages", "layers")
+                else [(name, child)]
+            )
+            is_unit = name in ("blocks", "stages", "layers") or re.fullmatch(r"layer\d+", name) is not None
+            # The first layer after the blocks, such as a norm, begins what is behind them.
+            depth += not is_unit and not is_behind and depth > 0
+            is_behind |= not is_unit and depth > 0
+            for unit, block in units:
+                depth += is_unit
+                for inner, _ in block.named_parameters():
+                    depths[f"{prefix}{unit}.{inner}"] = depth
+
+    walk(backbone, "")
+    if not depth:
+        raise ConfigError(
+            f"optimizer.layer_decay is below 1, but {type(backbone).__name__} has neither blocks, stages nor layer1, layer2, …"
+        )
+    return depths | {name: 0 for name, _ in backbone.named_parameters() if name not in depths}
 
 
 def checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:

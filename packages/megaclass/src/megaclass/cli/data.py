@@ -91,6 +91,16 @@ pairs: write a .bin file of verification pairs, half of them of the same class
   --holdout  float SHARE     use only the identities that `data split --identities SHARE` with the same seed holds out
   @json
 
+align: align photos of faces by five landmarks, given or found by an ONNX detector of yours
+  path           path            folder of photos, including subfolders, such as one per identity
+  --out          path!           folder to write; run again to continue
+  or --points    path FILE       text file with a line name x1 y1 … x5 y5 per photo
+  or --detector  path FILE.onnx  face detector in the layout of SCRFD or RetinaFace
+  --size         int=112         side length of the crops in pixels
+  --format       png|jpg=png     format of the crops
+  --threads      cores="one per core" N    number of threads that read and align
+  @json
+
 stage: copy data into memory before a run, or remove such a copy
   path      text?         the data, in any form that data.path accepts
   --to      path! FOLDER  folder in memory, for example /dev/shm
@@ -120,6 +130,7 @@ def add_data_commands(commands: "Commands") -> None:
         _glyphs,
         _unpack,
         _pairs,
+        _align,
         _stage,
         _bench,
         *CLEANING,
@@ -345,6 +356,28 @@ def _pairs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if split is not None:
         mark_pairs(options.out, split, split.id_for(whole))
     return 0, {"out": str(options.out), "num_pairs": pair_set.num_pairs}, f"{options.out}: {pair_set.num_pairs:,} pairs"
+
+
+def _align(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from megaclass.data.tools.align_photos import align_photos
+    from megaclass.evaluation.images import find_images
+
+    with bar_on_demand("aligning photos") as on_progress:
+        made = align_photos(
+            find_images(options.path),
+            options.path,
+            options.out,
+            points=options.points,
+            detector=options.detector,
+            image_size=options.size,
+            suffix=options.format,
+            num_threads=options.threads,
+            on_progress=on_progress,
+        )
+    text = f"{options.out}: {made.num_aligned:,} of {made.num_photos:,} photos aligned"
+    text += f", {made.num_kept:,} were there already" if made.num_kept else ""
+    text += f"; {made.num_left_out:,} left out, as not-aligned.txt there lists" if made.num_left_out else ""
+    return 0, {"out": str(options.out), **made.__dict__}, text
 
 
 def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

@@ -46,6 +46,7 @@ export: write a folder with the model, config.json and a model card
   model      path RUN    run folder, or a model file
   --to       {formats}!  format of the model
   --out      path        folder to write (default: RUN/export/FORMAT)
+  --detector  path FILE.onnx  with --to insightface: write a model pack for FaceAnalysis, with this face detector
   @licence @backbone
 
 embed: embed a folder of images; resumes after an interruption
@@ -170,7 +171,8 @@ def _export(options: argparse.Namespace, given: list[str]) -> int:
         raise ConfigError(f"{options.model} is not a run folder: name the folder to write with --out FOLDER.")
     out = options.out or options.model / "export" / options.to
     with writing(out):
-        print(export_model(options.model, options.to, out, licence=options.licence, backbone=options.backbone))
+        more = {"licence": options.licence, "backbone": options.backbone, "detector": options.detector}
+        print(export_model(options.model, options.to, out, **more))
     return 0
 
 

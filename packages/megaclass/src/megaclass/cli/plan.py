@@ -34,6 +34,7 @@ def add_plan_command(commands: "Commands") -> None:
 
 
 def _plan(options: argparse.Namespace, given: list[str]) -> int:
+    from megaclass.backbones import own_size
     from megaclass.capacity.job import PlannedJob, gpu_named
     from megaclass.capacity.plan import make_plan, plan_text
     from megaclass.config.read import load_config
@@ -45,11 +46,12 @@ def _plan(options: argparse.Namespace, given: list[str]) -> int:
     config = load_config(options.recipe, options.settings)
     gpu, synth = gpu_named(options.gpu), config.synth
     num_classes, num_images = options.classes, options.images
-    image_size, decode_rate = height_and_width(config.data.size or synth.size), None
+    size = config.data.size or own_size(config.backbone.name)
+    image_size, decode_rate = height_and_width(size or synth.size), None
     try:
         source = open_source(config.data.path)
         num_classes, num_images = num_classes or source.num_classes, num_images or source.num_images
-        image_size = height_and_width(config.data.size) if config.data.size else source.image_size
+        image_size = height_and_width(size) if size else source.image_size
         if is_sequence(source.image_size):
             raise UserError(f"No plan can be made for sequences, whose lengths decide the memory: {source.describe()}.")
         # Measured with one thread of this machine; features need no decoding.

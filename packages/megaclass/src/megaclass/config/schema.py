@@ -128,9 +128,11 @@ class BackboneConfig(_Section):
     """The network that computes embeddings of images."""
 
     name: str = "iresnet50"
-    """slim, iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t, -s, -b, -l, -h; none, linear, mlp; module:Class."""
+    """slim, iresnet18, -34, -50, -100, -200, -2060, mbf, mbf_large, vit_t to vit_h; none, linear, mlp; timm/NAME; own:Class."""
     embedding_dim: int = field(default=512, metadata=within("in [2, 65536]"))
     """Number of dimensions of an embedding."""
+    pretrained: str = field(default="", metadata=MAY_CHANGE)
+    """Start a network of timm with its weights from the Hugging Face Hub (hub) or from a file; empty: with random ones."""
     batch_norm: Literal["local", "sync"] = "local"
     """local: statistics of each rank's own images; sync: statistics of the global batch, independent of the number of ranks."""
     dropout: float = field(default=0.0, metadata=within("in [0, 1)"))
@@ -143,6 +145,10 @@ class BackboneConfig(_Section):
     """Name prefixes of frozen parameters, such as ["conv1", "layer1"]; batch statistics are still updated."""
     checkpoint_activations: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
+
+    def check(self) -> None:
+        needed = "empty unless backbone.name is timm/NAME: train.init_backbone takes weights of other networks"
+        self.require("pretrained", self.name.startswith("timm/") or not self.pretrained, needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +248,10 @@ class OptimizerConfig(_Section):
     """Momentum of sgd for the backbone."""
     weight_decay: float = field(default=5e-4, metadata=within("0 or more"))
     """Weight decay of the backbone."""
+    decay_vectors: bool = True
+    """Apply the weight decay also to biases, norms, position embeddings and tokens; transformers do better without."""
+    layer_decay: float = field(default=1.0, metadata=within("in (0, 1]"))
+    """Learning rate of each block of the backbone as a multiple of that of the next one; below 1 for fine-tuning."""
     clip_norm: float = field(default=5.0, metadata=within("0 or more"))
     """Clip the backbone's gradient to this norm; 0 disables clipping."""
     warmup_epochs: float = field(default=0.0, metadata=within("0 or more"))
@@ -355,6 +365,25 @@ class TrainConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DistilConfig(_Section):
+    """Training with a teacher: a trained model whose embeddings the backbone learns to give."""
+
+    teacher: str = field(default="", metadata=MAY_CHANGE)
+    """Any model that megaclass.load opens: a run folder, a model file, hf://user/name; empty: no teacher."""
+    cosine: float = field(default=10.0, metadata=within("0 or more"))
+    """Weight of 1 - cosine between the embedding and the teacher's, added to the loss; needs the same embedding size."""
+    relations: float = field(default=0.0, metadata=within("0 or more"))
+    """Weight of the squared difference to the teacher's cosines between the images of a rank; any embedding size."""
+    cache: bool = field(default=False, metadata=MAY_CHANGE)
+    """Embed every image with the teacher once, before the first step, into the run folder: 2 bytes per number."""
+
+    def check(self) -> None:
+        needed = "above 0 if distil.relations is 0: without both the teacher has no effect"
+        has_effect = not self.teacher or self.cosine > 0 or self.relations > 0
+        self.require("cosine", has_effect, needed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig(_Section):
     """Formats in which the trained backbone is exported."""
 
@@ -372,6 +401,7 @@ class Config:
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    distil: DistilConfig = field(default_factory=DistilConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 
     def is_compiled(self, *, on_gpu: bool) -> bool:
@@ -388,7 +418,7 @@ class Config:
         do anything in its forward, must be switched on.
         """
         setting, layers = self.train.cuda_graph, self.backbone
-        is_own = ":" in layers.name
+        is_own = ":" in layers.name or layers.name.startswith("timm/")
         return (
             setting != "off"
             # Too small to gain anything, or without parameters.

@@ -10,3 +10,6 @@ EXPORTERS = {
 
 A new form is a file in this folder and a line here. The modules are named, not imported: the command line shows the forms
 without loading torch."""
+
+INSIGHTFACE_PACK = f"{EXPORTERS['insightface']}:PACK"
+"""Exporter of "insightface" with a face detector."""

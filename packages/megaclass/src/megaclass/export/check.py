@@ -30,6 +30,8 @@ class ExportJob:
     out: Path
     """Folder as the user knows it, for error messages."""
     metadata: Mapping[str, str]
+    detector: Path | None = None
+    """Face detector to add to a pack of InsightFace."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
     safetensors   model.safetensors, and centres.safetensors with the class centres by name
     onnx          model.onnx for any batch size, as InsightFace's tools expect it
-    insightface   backbone.pth, the state dict that InsightFace's arcface_torch loads
+    insightface   backbone.pth, the state dict that InsightFace's arcface_torch loads; with a face detector a model pack
 
 Each file is opened again and must give the embeddings of the model before the folder appears.
 """
@@ -23,7 +23,7 @@ from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols import PROTOCOLS
 from megaclass.evaluation.report.templates import render
 from megaclass.evaluation.results import headline, read_results, remarks_on
-from megaclass.export import EXPORTERS
+from megaclass.export import EXPORTERS, INSIGHTFACE_PACK
 from megaclass.export.check import Exporter, ExportJob
 from megaclass.image_size import has_rows, shown_size, size_to_text
 from megaclass.inference import LoadedModel, load
@@ -46,14 +46,18 @@ def export_model(
     licence: str = "not stated",
     backbone: str | None = None,
     centres: ModelCentres | None = None,
+    detector: Path | None = None,
 ) -> Path:
     """Exports a run folder, or any model file that `megaclass.load` opens, to the folder `out`.
 
     form: a key of EXPORTERS. backbone: as for `megaclass.load`.
     centres: instead of those of the model.
+    detector: ONNX file of a face detector, with which "insightface" becomes a pack that FaceAnalysis loads.
     An earlier export of the same form at `out` is replaced; a folder that holds anything else is refused.
     """
-    module, _, name = EXPORTERS[form].partition(":")
+    if detector is not None and form != "insightface":
+        raise ExportError(f"A face detector belongs to an export to insightface, not to {form}: leave out --detector.")
+    module, _, name = (EXPORTERS[form] if detector is None else INSIGHTFACE_PACK).partition(":")
     exporter: Exporter = getattr(importlib.import_module(module), name or "EXPORTER")
     _require_own_folder(out, form, exporter)
     model = load(path, device="cpu", backbone=backbone)
@@ -73,7 +77,10 @@ def export_model(
     config["num_classes"] = 0 if centres is None else centres.num_classes
     metadata = {key: _as_text(config[key]) for key in _METADATA_KEYS if key in config}
     with published_folder(out.resolve()) as unfinished:
-        exporter.write(ExportJob(model=model, run=run, centres=centres, folder=unfinished, out=out, metadata=metadata))
+        job = ExportJob(
+            model=model, run=run, centres=centres, folder=unfinished, out=out, metadata=metadata, detector=detector
+        )
+        exporter.write(job)
         (unfinished / _CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (unfinished / _CARD_FILE).write_text(_model_card(config, run, licence, exporter.usage), encoding="utf-8")
     return out

@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaclass.backbones import BACKBONES, BackboneShape, build_backbone, recognise
+from megaclass.backbones import BackboneShape, build_backbone, is_built_in, may_be_named_by_file, own_size, recognise
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.errors import CheckpointError
-from megaclass.image_size import ImageSize, has_rows, height_and_width, input_shape, shown_size, size_from_text
+from megaclass.image_size import (
+    ImageSize,
+    compact_size,
+    has_rows,
+    height_and_width,
+    input_shape,
+    shown_size,
+    size_from_text,
+    size_to_text,
+)
 from megaclass.inference.loaded_model import ImageTreatment, LoadedModel, OnnxNetwork
 from megaclass.inference.thresholds import read_config
 from megaclass.insightface.checkpoints import check_fits, load_backbone_, read_backbone
@@ -128,12 +137,15 @@ def _shape_of_run(
 ) -> BackboneShape:
     own = _section(settings, "backbone")
     name = str(own.get("name", ""))
-    if backbone is None and ":" not in name:
-        return recognise(state, str(path), _stated_size(_section(settings, "data").get("size")))
-    # The user's own backbone: its width is in the settings, its input size in the metadata of its exported weights.
+    size = _stated_size(_section(settings, "data").get("size"))
+    if backbone is None and (is_built_in(name) or (not may_be_named_by_file(name) and ":" not in name)):
+        return recognise(state, str(path), size)
+    # Of timm, or the user's own: its width is in the settings, its input size there or in the metadata of its exported weights.
     exported = run / "model.safetensors"
     said = _read_safetensors(exported)[1] if exported.is_file() else {}
     stated = {"backbone": name, "embedding_dim": str(own.get("embedding_dim")), **said}
+    if size := size or own_size(name):
+        stated["image_size"] = size_to_text(compact_size(height_and_width(size)))
     return _stated_shape(state, stated, path, backbone)
 
 
@@ -185,7 +197,7 @@ def _stated_shape(
             f"that runs. If you trust this class and have it on the Python path, name it yourself: "
             f"--backbone package.module:Class, or megaclass.load(path, backbone=…)."
         )
-    if backbone is None and name not in BACKBONES:
+    if backbone is None and not may_be_named_by_file(name):
         return recognise(state, str(path))
     try:
         shape = BackboneShape(
@@ -216,7 +228,7 @@ def _build(
             f"{path} states embeddings of {shape.embedding_dim} numbers and images of {shown_size(shape.image_size)} pixels: "
             f"at most {_MAX_EMBEDDING_DIM:,} numbers and {most:,} pixels per side are accepted."
         )
-    if ":" not in shape.name:
+    if is_built_in(shape.name):
         # Built without memory first: a size that the weights do not have is refused before it is allocated.
         with torch.device("meta"):
             outline = _built(shape, path)

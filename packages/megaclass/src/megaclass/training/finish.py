@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import megaclass
+from megaclass.backbones.timm_network import origin_of_weights
 from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource, TensorSource
@@ -78,6 +79,8 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         "host": socket.gethostname(),
         "version": megaclass.__version__,
     }
+    if config.backbone.pretrained:
+        summary["pretrained"] = origin_of_weights(config.backbone.name, config.backbone.pretrained)
     if outcome.minor_subcentres is not None and outcome.minor_subcentres[0]:
         summary["minor_subcentres"] = _write_minor_subcentres(run, outcome.minor_subcentres)
     if run.device.type == "cuda":

@@ -176,6 +176,8 @@ def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Mod
     says = world.is_main and not is_continued
     sizes = on_every_rank_for_long(lambda: describe_sizes(config, run.source) if says else "", device)
     model = _build(run)
+    if model.distiller is not None and config.distil.cache:
+        model.distiller.fill_cache(run.folder.path, run.source, run.data_fingerprint.fingerprint, config, world)
     if restoration is not None and commits is not None:
         first_step = commits.restore(restoration, model, device)
         # Rows of steps that are trained once more would be in the curve twice.

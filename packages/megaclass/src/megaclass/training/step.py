@@ -101,8 +101,11 @@ def _forward_backward(
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
                 embeddings = model.parallel(*inputs)
             loss = model.head(embeddings, labels[here])
+            total = loss
+            if model.distiller is not None:
+                total = loss + model.distiller.loss(inputs, batch.indices[here], embeddings, len(labels))
             clock.begin("backward")
-            (loss * model.loss_scale.scale).backward()
+            (total * model.loss_scale.scale).backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
@@ -125,7 +128,7 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     if gradients:
         torch._foreach_mul_(gradients, factor)
     for group in model.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
     if is_bad.device.type == "cuda":
         model.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # read by fused optimizers
         model.optimizer.step()

@@ -1,5 +1,7 @@
 """Opens images at a path. The table `FORMATS` lists what such a path may be; the first format that matches reads it.
 
+Two kinds of data become one of these first: addresses (remote.py) are fetched, and Parquet files (parquet.py) converted.
+
 To add a format from outside the package, insert its class: `FORMATS.insert(0, MyFormat)`. See docs/contributing.md.
 """
 
@@ -12,7 +14,9 @@ from megaclass.data.sources.features import FeatureFormat
 from megaclass.data.sources.files import FolderFormat, ListFormat, has_image_name
 from megaclass.data.sources.in_memory import DebugSource, DrawnSource, SyntheticFormat
 from megaclass.data.sources.joined import JoinedSource
+from megaclass.data.sources.parquet import as_records, is_parquet, split_choices
 from megaclass.data.sources.records import RecordFormat
+from megaclass.data.sources.remote import copy_of, fetch, is_remote
 from megaclass.data.sources.source import ImageSource, SourceFormat, list_names
 from megaclass.data.sources.tar import TarFormat
 from megaclass.errors import DataError
@@ -82,9 +86,13 @@ def has_notation(path: str) -> bool:
 
 
 def format_of(path: Path | str) -> SourceFormat:
-    """Returns the format of the data at a path, not opened yet."""
-    text, place = str(path), Path(path)
+    """Returns the format of the data at a path, not opened yet.
+
+    Data at an address is fetched first, and Parquet files are converted; both happen once per host.
+    """
     try:
+        text = _prepared(str(path))
+        place = Path(text)
         for candidate in FORMATS:
             if candidate.matches(text):
                 return candidate(text)
@@ -103,12 +111,21 @@ def format_of(path: Path | str) -> SourceFormat:
                 f"Cannot open the data at {place}: looked for {contents}, all of them missing; {list_names(place)}."
             )
     except OSError as error:
-        raise DataError(f"Cannot open the data at {place}: {error.strerror}.") from error
+        raise DataError(f"Cannot open the data at {path}: {error.strerror}.") from error
     raise DataError(
         f"Cannot open the data at {place}: there is no such folder. "
         f"Expected one with {_any_of(candidate.contents for candidate in FORMATS)}; "
         f"or {_any_of(candidate.notation for candidate in FORMATS)}."
     )
+
+
+def _prepared(path: str) -> str:
+    """Returns the path of the local data."""
+    if is_remote(path) and "," not in path:
+        address, choices = split_choices(path)
+        query = "&".join(f"{name}={value}" for name, value in choices.items())
+        path = f"{fetch(address)}{'?' if query else ''}{query}"
+    return str(as_records(path)) if is_parquet(path) else path
 
 
 def split_path(text: str) -> list[str]:
@@ -120,7 +137,8 @@ def split_path(text: str) -> list[str]:
 
 def data_folders(path: Path | str) -> list[Path]:
     """Returns the folder of each source in a path. Nothing needs to exist: a run may outlive its data."""
-    places = [Path(part.removeprefix("debug:")) for part in split_path(str(path))]
+    parts = [split_choices(part.removeprefix("debug:"))[0] for part in split_path(str(path))]
+    places = [copy_of(part) if is_remote(part) else Path(part) for part in parts]
     return [place.parent if place.is_file() else place for place in places]
 
 

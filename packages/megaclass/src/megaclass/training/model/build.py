@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megaclass.backbones.configured import checkpoint_activations, configured_layers, freeze
+from megaclass.backbones import own_size
+from megaclass.backbones.configured import checkpoint_activations, configured_layers, freeze, layer_depths
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
@@ -23,6 +24,7 @@ from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
 from megaclass.image_size import ImageSize, compact_size, has_rows, height_and_width, input_shape
+from megaclass.training.model.distil import Distiller, new_distiller
 from megaclass.training.model.graphed_backbone import GraphedBackbone, can_capture
 from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.training.model.precision import Ema, LossScale, Precision, RunningStatistics, choose_precision
@@ -48,6 +50,7 @@ class Model:
     dropouts: list[KeyedDropout]
     ema: Ema | None
     statistics: RunningStatistics
+    distiller: Distiller | None = None
 
     @contextmanager
     def for_evaluation(self) -> Iterator[nn.Module]:
@@ -87,8 +90,9 @@ class Model:
 
 
 def input_size(config: Config, source: ImageSource) -> tuple[int, int]:
-    """Returns (height, width) of the backbone's input: data.size, or else the size of the first image."""
-    return height_and_width(config.data.size) if config.data.size else source.image_size
+    """Returns (height, width) of the backbone's input: data.size, the size of a network of timm, or that of the first image."""
+    size = config.data.size or own_size(config.backbone.name)
+    return height_and_width(size) if size else source.image_size
 
 
 def build_model(config: Config, source: ImageSource, world: World, device: torch.device) -> Model:
@@ -140,6 +144,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         dropouts=dropouts,
         ema=Ema(backbone, config.train.ema) if config.train.ema else None,
         statistics=RunningStatistics(backbone),
+        distiller=new_distiller(config, device, precision),
     )
 
 
@@ -240,11 +245,10 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
 
 
 def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
-    parameters = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+    groups = _parameter_groups(config, backbone)
+    parameters = [parameter for group in groups for parameter in group["params"]]
     # Fused optimizers read `found_inf` on the device, so a bad step is skipped without waiting for the host.
     fused = bool(parameters) and parameters[0].device.type == "cuda"
-    # As a group, because torch refuses a list of no parameters: features need not pass a layer.
-    groups = [{"params": parameters}]
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
     sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
@@ -253,6 +257,22 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
+
+
+def _parameter_groups(config: OptimizerConfig, backbone: nn.Module) -> list[dict[str, Any]]:
+    """Returns the trained parameters by learning rate and weight decay; lr_scale is the group's share of the learning rate."""
+    depths = layer_depths(backbone) if config.layer_decay < 1 else {}
+    last = max(depths.values(), default=0)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in backbone.named_parameters():
+        if parameter.requires_grad:
+            lr_scale = config.layer_decay ** (last - depths.get(name, last))
+            is_vector = parameter.ndim <= 1 or name.endswith(("pos_embed", "_token"))
+            decay = 0.0 if is_vector and not config.decay_vectors else config.weight_decay
+            group = groups.setdefault((lr_scale, decay), {"params": [], "lr_scale": lr_scale, "weight_decay": decay})
+            group["params"].append(parameter)
+    # As a group, because torch refuses a list of no parameters: features need not pass a layer.
+    return list(groups.values()) or [{"params": [], "lr_scale": 1.0}]
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:

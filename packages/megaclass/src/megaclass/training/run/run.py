@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megaclass import __version__
-from megaclass.backbones import check_backbone, proposed_size
+from megaclass.backbones import check_backbone, own_size, proposed_size
 from megaclass.checkpoint.class_names import ClassList, class_list
 from megaclass.config.read import flat_values
 from megaclass.config.schema import CLASS_MEANS, Config
@@ -260,7 +260,8 @@ def describe_sizes(config: Config, source: ImageSource) -> str:
     size = input_size(config, source)
     if isinstance(source, TensorSource):
         return f"the model takes samples of {shown_size(size)}."
-    reason = "from data.size" if config.data.size else "the size of the first image; data.size sets another"
+    first = "of the first image" if own_size(config.backbone.name) is None else "for which the network was made"
+    reason = "from data.size" if config.data.size else f"the size {first}; data.size sets another"
     text = f"the model takes images of {shown_size(compact_size(size))} pixels, {reason}"
     if isinstance(source, PixelSource):
         return f"{text}."

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megaclass.backbones.timm_network import TimmNetwork, origin_of_weights
 from megaclass.checkpoint.class_names import (
     ClassList,
     ClassMatch,
@@ -283,6 +284,8 @@ def load_initial_weights(run: Run, model: Model, mode: StartMode) -> None:
     if config.init_backbone is not None:
         backbone = _resolve(Path(config.init_backbone), device, or_else=None if is_one_path else _MODEL)
         on_every_rank(lambda: _load_backbone(model, backbone), device)
+    elif run.config.backbone.pretrained:
+        on_every_rank_for_long(lambda: _load_pretrained(run, model), device)
     if config.init_centres == CLASS_MEANS:
         start_at_class_means(run, model)
     elif config.init_centres is not None:
@@ -327,8 +330,21 @@ def _checkpoints_of(path: Path) -> list[Path]:
 
 def _load_backbone(model: Model, path: Path) -> None:
     load_backbone_(model.backbone, _read_backbone(path), path)
+    _start_ema(model)
+
+
+def _load_pretrained(run: Run, model: Model) -> None:
+    assert isinstance(model.backbone, TimmNetwork)
+    settings = run.config.backbone
+    model.backbone.load_pretrained_(settings.pretrained)
+    _start_ema(model)
+    if run.world.is_main:
+        _logger.info(f"starting with {origin_of_weights(settings.name, settings.pretrained)}")
+
+
+def _start_ema(model: Model) -> None:
+    """Starts the moving average at the loaded weights, not at the random ones."""
     if model.ema is not None:
-        # The moving average starts at the loaded weights, not at the random ones.
         model.ema.load({name: parameter.detach() for name, parameter in model.backbone.named_parameters()})
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from megaclass.data.align import STANDARD_POINTS, align, similarity_transform
 from megaclass.errors import DataError
-from megaclass.evaluation.images import STANDARD_POINTS, align, similarity_transform
 
 
 def _turned(points, degrees, scale, shift):
