@@ -54,8 +54,8 @@ def start_at_class_means(run: Run, model: Model) -> None:
 def mean_weight(config: Config, source: ImageSource) -> float:
     """Returns the weight of the class means in the centres after the last step.
 
-    The setting or its default, divided by the square root of the last sample rate: the less often centres are drawn, the
-    less do they say beside the means (docs/decisions/head.md).
+    The setting or its default, divided by the square root of the last sample rate: centres that are drawn rarely say less
+    than means do (docs/decisions/head.md).
     """
     if source.labels.ndim > 1:
         # A sample of several classes is not an example of each.
