@@ -349,10 +349,10 @@ def test_curves_of_these_tests_are_insightfaces():
 
 
 def test_every_network_of_insightface_is_a_backbone_and_every_backbone_but_slim_has_a_name():
-    from megaclass.backbones import BACKBONES
+    from megaclass.backbones import BACKBONES, OF_FEATURES
     from megaclass.insightface.names import INSIGHTFACE_NAMES, NETWORKS
 
-    assert set(INSIGHTFACE_NAMES) == set(BACKBONES) - {"slim"}
+    assert set(INSIGHTFACE_NAMES) == set(BACKBONES) - {"slim", *OF_FEATURES}
     assert {NETWORKS[name].name for name in INSIGHTFACE_NAMES.values()} == set(INSIGHTFACE_NAMES)
     assert INSIGHTFACE_NAMES["iresnet100"] == "r100"
     assert INSIGHTFACE_NAMES["vit_l"] == "vit_l_dp005_mask_005", (
