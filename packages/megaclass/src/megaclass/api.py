@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.backbones import OF_FEATURES, check_backbone
-from megaclass.config.read import is_data, load_config, load_config_values, overrides_of, to_toml, value_given
+from megaclass.config.read import (
+    is_data,
+    load_config,
+    load_config_values,
+    overrides_of,
+    recipe_path,
+    to_toml,
+    value_given,
+)
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.sources.features import write_features
@@ -211,6 +220,9 @@ def start_training(
     world = world_from_environment()
     recipe, overrides = resolve_recipe(recipe, overrides, mode)
     config = load_config(recipe, overrides)
+    if mode.resume is not None and (saved := _saved_optimizer(recipe, overrides, config)):
+        overrides = [*overrides, f"head.optimizer={saved}"]
+        config = load_config(recipe, overrides)
     _check_settings(config)
     options = [f"--resume={mode.resume}"] if mode.resume is not None else []
     options += ["--overwrite"] * mode.overwrite + ["--match-classes"] * mode.matches_classes
@@ -235,6 +247,21 @@ def start_training(
         command.append(f"--{output}")
     with _rows_of_ranks(run_dir, callbacks):
         return TrainedRun(run_dir, _on_local_ranks(command[1:], config.train.nproc))
+
+
+def _saved_optimizer(recipe: Path, overrides: Sequence[str], config: Config) -> str:
+    """Returns head.optimizer of the run that is continued, if the recipe leaves it open: its default was sgd until 0.2.0."""
+    earlier = Path(config.train.run_dir) / "config.toml"
+    given = value_given(overrides, "head", "optimizer") or _in_toml(recipe_path(recipe), "head", "optimizer")
+    return "" if given or not earlier.is_file() else _in_toml(earlier, "head", "optimizer")
+
+
+def _in_toml(path: Path, section: str, key: str) -> str:
+    try:
+        return str(tomllib.loads(path.read_text(encoding="utf-8")).get(section, {}).get(key, ""))
+    except (OSError, ValueError, AttributeError):
+        # Resuming says what is wrong with the file.
+        return ""
 
 
 def resolve_recipe(recipe: str | Path | None, overrides: Sequence[str], mode: StartMode) -> tuple[Path, list[str]]:
