@@ -31,7 +31,8 @@ from megaclass.training.schedule import learning_rate
 
 IMAGE_SIZE, EMBEDDING_DIM, BATCH, EPOCHS = 48, 128, 128, 5
 MOMENTUM, DECAY = 0.9, 5e-4
-ADAGRAD_LR = 0.05
+# The default of `megaclass train` for sampled runs.
+ADAGRAD_LR = 0.2
 
 
 def drift_unsampled_(head: PartialFC, labels: torch.Tensor, step: int, lr: float) -> None:
