@@ -57,7 +57,7 @@ SMALLER = [
     (r"data\.size=112", "data.size=48"),
     (r"data\.size=\[112,96\]", "data.size=[48,32]"),
     (r"\bmodel\.onnx", "exported/model.onnx"),  # that of an earlier command
-    (r"^(megaclass plan .*)", r"\1 backbone.name=slim"),
+    (r"^(megaclass plan (?!features).*)", r"\1 backbone.name=slim"),
     (r" IJBC\b", ""),  # IJB-C may not be distributed; tests/megaclass/evaluation/test_templates.py draws one
     (r"train\.nproc=8", "train.nproc=1"),
     (r"\bRECIPE\b", "recipe.toml"),

@@ -67,7 +67,7 @@ def test_a_keyword_is_a_setting_by_its_own_name_by_another_program_s_or_a_sectio
         ("epoch", 3, "There is no setting 'epoch'; did you mean epochs?"),
         ("qqq", 3, "There is no setting 'qqq'; megaclass train demo --show-config lists all."),
         ("epochs", {"a": 1}, "epochs is given as {'a': 1}, but sections are data, train, synth, backbone, "
-         "head, optimizer, export."),
+         "head, optimizer, distil, export."),
     ],
 )  # fmt: skip
 def test_a_keyword_that_is_no_setting_or_several_is_refused(name, value, message):

@@ -104,7 +104,7 @@ def test_one_image_in_every_form_gives_the_same_row(make_run, tmp_path, picture,
     with pytest.raises(DataError, match=r"it takes a tensor \(B, 3, 32, 32\) of a floating dtype"):
         model(inputs_3HW)
     with pytest.raises(
-        DataError, match=r"called with an object of str: .* Files, Pillow images and bytes go to embed\(\)"
+        DataError, match=r"called with an object of str: .* Files, Pillow images, bytes and sequences go to embed\(\)"
     ):
         model("photo.jpg")
     if not torch.cuda.is_available():

@@ -222,7 +222,7 @@ def _facts(summary: Mapping[str, Any], metrics: Rows, events: Rows) -> dict[str,
     if isinstance(size, int | list):
         # One side of a square, or [height, width]; of features the number of columns.
         sides = [*reversed(size)] if isinstance(size, list) else [size, size]
-        known["image_size"] = f"{sides[0]} numbers" if sides[-1] in (0, 1) else " × ".join(map(str, sides))
+        known["image_size"] = f"{sides[0]} numbers" if sides[-1:] in ([0], [1]) else " × ".join(map(str, sides))
     return {
         title: format(known[key], form) if form and is_number(known[key]) else str(known[key])
         for key, (title, form) in _FACTS.items()
