@@ -268,7 +268,7 @@ def test_a_new_run_that_failed_begins_anew_or_goes_on_from_what_it_saved_and_wai
     assert (tmp_path / "run" / "config.toml").exists()
     with ExitStack() as dying:
         dying.enter_context(RunFolder(tmp_path / "run").locked())
-        threading.Timer(1.0, dying.pop_all().close).start()
+        threading.Timer(4.0, dying.pop_all().close).start()
         said, error = run_ranks(2, _start_again, values, StartMode(), 1)[0][1:]
     assert not error and "still holds" in said and "waiting up to 120 s" in said
     said, error = run_ranks(2, _start_again, values, StartMode(), 2)[0][1:]
