@@ -228,6 +228,11 @@ def test_a_setting_without_default_must_be_given(recipe):
     assert load_config(path, ["train.run_dir=run"]).train.run_dir == "run"
 
 
+def test_an_address_in_place_of_a_recipe_gets_the_way_to_give_it():
+    with pytest.raises(ConfigError, match=r"not a recipe\. Data at an address .*data\.path=ADDRESS"):
+        load_config(Path("s3://bucket/photos"))
+
+
 def test_a_file_that_does_not_exist_is_named_with_its_neighbours(recipe, tmp_path):
     recipe()
     missing = tmp_path / "recipes.toml"

@@ -91,6 +91,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        # A path joins the two slashes of an address.
+        if path.parts[:1] and path.parts[0].endswith(":"):
+            raise ConfigError(
+                f"{path} is not a recipe. Data at an address is given to one: megaclass train own-small data.path=ADDRESS"
+            ) from None
         raise ConfigError(f"There is no configuration file {path}.{_recipes_near(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder, and a recipe was expected. {_meant_by_folder(path)}") from None
