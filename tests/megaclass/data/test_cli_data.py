@@ -65,8 +65,7 @@ def test_every_copy_of_data_carries_the_names_of_its_classes(capsys, people, tmp
 
     steps = [
         ("pack", people, "rec"),
-        ("shuffle", tmp_path / "rec", "shuffled"),
-        ("pack", tmp_path / "shuffled", "again"),
+        ("pack", tmp_path / "rec", "again"),
     ]
     for command, path, out in steps:
         assert run(capsys, command, path, "--out", tmp_path / out)[0] == 0
@@ -125,9 +124,9 @@ def test_verify_lists_the_bad_keys_and_repairs(capsys, folder, tmp_path):
     assert run_json(capsys, "verify", tmp_path / "clean")["num_images"] == 19
 
 
-def test_shuffle_changes_the_order_of_the_bytes_and_nothing_else(capsys, folder, tmp_path):
+def test_the_seed_of_pack_changes_the_order_of_the_bytes_and_nothing_else(capsys, folder, tmp_path):
     for seed in (1, 2):
-        run_json(capsys, "shuffle", folder, "--out", tmp_path / f"{seed}", "--seed", seed)
+        run_json(capsys, "pack", folder, "--out", tmp_path / f"{seed}", "--seed", seed)
     first, second, original = (open_source(path) for path in (tmp_path / "1", tmp_path / "2", folder))
     assert not np.array_equal(first.offsets, second.offsets)
     assert [first.read(index) for index in range(20)] == [original.read(index) for index in range(20)]
