@@ -68,10 +68,9 @@ def by_head(options: argparse.Namespace, rate: float, seed: int) -> dict[str, fl
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    result = {test: found[test]["top_k"]["1"] for test in (*TESTS, "validation")}
+    result = {test: found[f"{test}-classes"]["top_k"]["1"] for test in (*TESTS, "validation")}
     result |= {
-        "test-a top-5": found["test-a"]["top_k"]["5"],
-        "test-a, classes with two images": found["test-a"]["by_training_images"]["2"]["top_1"],
+        "test-a top-5": found["test-a-classes"]["top_k"]["5"],
         "pairs of unseen characters": summary.get("verification_accuracy"),
         "seconds": seconds,
         "images per second": summary["images_per_second"],
