@@ -98,14 +98,12 @@ def test_a_list_of_names_that_does_not_fit_is_refused_by_pack_and_left_out_by_re
     assert not (tmp_path / "repaired" / "classes.txt").exists()
 
 
-def test_inspect_shows_counts_and_draws_pictures(capsys, folder, tmp_path):
-    code, out, _ = run(capsys, "inspect", folder, "--png", tmp_path / "png")
+def test_inspect_shows_counts(capsys, folder):
+    code, out, _ = run(capsys, "inspect", folder)
     assert code == 0
     for line in ("images            20", "classes           4, 0 of them without images", "labels            0 to 3"):
         assert line in out
     assert "16 × 16: 20 (of 20 examined)" in out and "4–7          4  █" in out
-    with Image.open(tmp_path / "png" / "first-images.png") as picture:
-        assert picture.width > 100 and len(np.unique(np.asarray(picture))) > 2
     assert run_json(capsys, "inspect", folder)["histogram"] == {"1": 0, "2–3": 0, "4–7": 4}
 
 
@@ -197,7 +195,6 @@ def test_places_that_cannot_be_written_are_named_in_one_line(capsys, folder, tmp
     for arguments in (
         ["pairs", folder, "--pairs", "4", "--out", tmp_path / "absent" / "x.bin"],
         ["pairs", folder, "--pairs", "4", "--out", tmp_path / "file" / "x.bin"],
-        ["inspect", folder, "--png", tmp_path / "file"],
     ):
         code, _, err = run(capsys, *arguments)
         last = err.splitlines()[-1]

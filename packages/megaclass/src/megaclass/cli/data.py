@@ -45,7 +45,6 @@ pack: convert folders, label.txt or tar shards to .rec, .idx and property, or to
 
 inspect: print counts, sizes, the range of labels and images per class
   @path
-  --png  path FOLDER  write first-images.png there
   @json
 
 verify: decode every image, check labels and index, list bad records
@@ -246,20 +245,12 @@ def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.inspect import inspect_source, inspection_text, write_first_images
+    from megaclass.data.tools.inspect import inspect_source, inspection_text
 
     source = _open(options.path)
     with bar_on_demand("inspecting images") as on_progress:
         found = inspect_source(source, on_progress)
-    text = inspection_text(found)
-    if options.png is not None:
-        try:
-            options.png.mkdir(parents=True, exist_ok=True)
-            write_first_images(options.png / "first-images.png", source)
-        except OSError as error:
-            raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
-        text += f"\n\n{options.png / 'first-images.png'}"
-    return 0, found, text
+    return 0, found, inspection_text(found)
 
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
