@@ -1,9 +1,9 @@
 """The driver of `megaclass run`: it starts the ranks on all hosts and shows their output. Standard library only; no torch.
 
     options -> hosts -> plan -> JobRun (one loop around one JobState) -> exit code
-                          ^------- again after a failure, with --restarts (outcome.py)
+                                  ^--- the next generation after a failure, with --restarts (outcome.py:run_job)
 
-The loop receives what the agents send, decides, and carries out the orders:
+The loop receives what the agents send, decides, and carries out the orders. States of one generation:
 
     connecting --all hosts said hello--> running --every agent is done or lost--> over
          |                                  |                                      ^
@@ -12,7 +12,7 @@ The loop receives what the agents send, decides, and carries out the orders:
          +--------------------------------> ending --agents are done, or give up --+
 
 An elastic job forms one generation after the other while it runs (generations.py); other jobs have one. Everything happens in
-one thread, in `JobRun.run`; only the Screen and the Discovery have threads of their own.
+one thread, in `JobRun.start`; only the Screen and the Discovery have threads of their own.
 
     event                              decision                                       orders
     a message of an agent              `on_message`                                   Tell, Open, Close, StopListening:
@@ -73,7 +73,7 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         # Hosts may still be added: for the names of output files and the limit of open files, a guess is enough.
         num_ranks = options.max_processes or sum(host.slots for host in hosts) or options.min_ranks
         _raise_file_limit(_FILES_PER_HOST * _MAX_ELASTIC_HOSTS + _FILES_PER_RANK * num_ranks)
-        return run_job(partial(_Job, options, [], num_ranks, source=source), options, num_ranks, num_restarts=0)
+        return run_job(partial(JobRun, options, [], num_ranks, source), options, num_ranks, num_restarts=0)
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
         raise LaunchError(
@@ -93,45 +93,8 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
         return 0
     _raise_file_limit(_FILES_PER_HOST * len(placements) + _FILES_PER_RANK * num_processes)
     # Not started before this line: everything above can be wrong without a trace on any host.
-    job = partial(_Job, options, [*hosts], num_processes)
+    job = partial(JobRun, options, hosts, num_processes, None)
     return run_job(job, options, num_processes, num_restarts=options.restarts)
-
-
-class _Job:
-    """A RestartableJob, which starts as a new JobState each time and may exclude hosts that have failed.
-
-    source: of the hosts of an elastic job, which is started once.
-    """
-
-    def __init__(
-        self, options: RunOptions, hosts: list[Host], num_processes: int, io: DriverIo, source: Source | None = None
-    ) -> None:
-        self._options = options
-        self._hosts = hosts
-        self._num_processes = num_processes
-        self._io = io
-        self._source = source
-
-    def start(self, restart: int) -> StartResult:
-        placements = place_ranks(self._hosts, self._num_processes) if self._source is None else None
-        used = [placement.host_with_ranks() for placement in placements] if placements is not None else None
-        job = JobState(self._options, _ssh_settings(self._options), self._io, used, restart)
-        outcome = JobRun(job, Discovery(self._source) if self._source is not None else None).run()
-        return StartResult(outcome=outcome, has_started=job.ranks.has_started, checkpoint_step=job.checkpoint_step)
-
-    def exclude_failed_hosts(self, outcome: Outcome) -> bool:
-        left = [host for host in self._hosts if host.name not in outcome.failed_hosts]
-        if not self._options.excludes_failed_hosts or len(left) == len(self._hosts):
-            return False
-        num_slots = sum(host.slots for host in left)
-        if num_slots < (self._options.min_processes or self._num_processes):
-            raise NoRestartError(f"without {', '.join(outcome.failed_hosts)} too few slots are left for --min-np.")
-        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
-        return True
-
-    def describe(self) -> str:
-        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
-        return f"{self._num_processes} ranks on {listed}"
 
 
 def _print_elastic_plan(options: RunOptions, source: Source) -> None:
@@ -177,20 +140,31 @@ def _raise_file_limit(num_files: int) -> None:
 
 
 class JobRun:
-    """Runs a job from the first connection to the last process gone. discovery: of the hosts of an elastic job."""
+    """Runs the generations of one job; a RestartableJob, which may exclude hosts that have failed."""
 
-    def __init__(self, job: JobState, discovery: Discovery | None = None) -> None:
-        self._job = job
-        self._discovery = discovery
+    def __init__(
+        self, options: RunOptions, hosts: Sequence[Host], num_processes: int, source: Source | None, io: DriverIo
+    ) -> None:
+        """source: of the hosts of an elastic job, for which `hosts` is empty."""
+        self._hosts, self._num_processes = [*hosts], num_processes
+        self._discovery = Discovery(source) if source is not None else None
+        self._job = JobState(options, _ssh_settings(options), io, None if source is not None else self._placed_hosts())
+        self._beat_interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
+
+    def _placed_hosts(self) -> list[Host]:
+        """Returns the hosts with as many slots as ranks are to be started there."""
+        return [placement.host_with_ranks() for placement in place_ranks(self._hosts, self._num_processes)]
+
+    def start(self, restart: int) -> StartResult:
+        """Runs one generation: starts the ranks, and waits until nothing of them is left."""
+        job = self._job
+        if restart:
+            job.begin(restart, self._placed_hosts())
         self._pipes = AgentPipes(job.opened, self._on_message, job.io)
         self._hang_watch = HangWatch(job)
         self._orphan_killers = job_end.OrphanKillers(job.ssh, job.options.fault_grace_s)
         self._beat_due_at = 0.0
-        self._beat_interval_s = min(_LONGEST_BEAT_S, beat_interval(job.options.heartbeat_s))
-
-    def run(self) -> Outcome:
-        """Starts the ranks, waits until nothing of them is left, and returns the outcome."""
-        job, selector = self._job, self._pipes.selector
+        selector = self._pipes.selector
         selector.register(job.io.signals, selectors.EVENT_READ, self._on_signals)
         if self._discovery is not None:
             selector.register(self._discovery, selectors.EVENT_READ, self._on_hosts)
@@ -217,7 +191,23 @@ class JobRun:
             self._hang_watch.finish()
         finally:
             self._close()
-        return job.decision.final()
+        outcome = job.decision.final()
+        return StartResult(outcome=outcome, has_started=job.ranks.has_started, checkpoint_step=job.checkpoint_step)
+
+    def exclude_failed_hosts(self, outcome: Outcome) -> bool:
+        options = self._job.options
+        left = [host for host in self._hosts if host.name not in outcome.failed_hosts]
+        if not options.excludes_failed_hosts or len(left) == len(self._hosts):
+            return False
+        num_slots = sum(host.slots for host in left)
+        if num_slots < (options.min_processes or self._num_processes):
+            raise NoRestartError(f"without {', '.join(outcome.failed_hosts)} too few slots are left for --min-np.")
+        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
+        return True
+
+    def describe(self) -> str:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
+        return f"{self._num_processes} ranks on {listed}"
 
     def _is_over(self) -> bool:
         # Not by the agents alone: before the first host of an elastic job is known, and while all are lost, there are none.

@@ -1,7 +1,7 @@
 """The state of a job: one object that all decisions read and change, and the orders that follow. Standard library only.
 
-A job that is not elastic has one generation, to which all ranks belong, and replaces none of them; a restart starts the next
-generation from the beginning, as a new JobState with new agents. An elastic job forms one generation after the other.
+All ranks of a job that is not elastic belong to one generation, and none of them is replaced; a restart is the next generation
+(`JobState.begin`). The ranks of an elastic job outlive its generations, which it forms one after the other.
 
 Everything happens in the driver's one thread, so no field needs a lock. Decisions (messages.py, generations.py, start.py,
 hang_watch.py, job_end.py) change the fields below and add orders; the loop (driver.py) takes the orders and
@@ -301,19 +301,16 @@ class RunningGeneration:
 
 
 class JobState:
-    """One start of a job that is not elastic, or a whole elastic job."""
+    """The whole job: what all its generations share, and the generation that runs."""
 
     def __init__(
-        self, options: RunOptions, ssh: SshSettings, io: DriverIo, hosts: Sequence[Host] | None = None, restart: int = 0
+        self, options: RunOptions, ssh: SshSettings, io: DriverIo, hosts: Sequence[Host] | None = None
     ) -> None:
-        """hosts: with as many slots as ranks are to be started there; None in an elastic job, which has to find them."""
+        """hosts: of the first generation, see `begin`; None in an elastic job, which has to find them."""
         self.options, self.ssh, self.io = options, ssh, io
         self.messages, self.output = io.messages, io.output
         self.is_elastic = hosts is None
-        self.restart = restart
-        # The run id, the token and the secrets are new in every start. The token is random, so the output of a login script
-        # on a host cannot be taken for an agent's greeting.
-        self.run_id = secrets.token_hex(8)
+        # It is random, so the output of a login script on a host cannot be taken for an agent's greeting.
         self.token = secrets.token_hex(16)
         self.silence_s, self.silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
         """An agent that sent nothing for this long is lost, and the others have so long to end their ranks."""
@@ -322,26 +319,10 @@ class JobState:
 
         self.hosts = HostTable(options.cooldown_s, random.random)
         """Hosts that may be used, and hosts that have failed."""
-        self.opened: list[AgentPipe] = []
-        """All agents, also those that are over."""
         self.agents: dict[str, AgentPipe] = {}
         """The agents in use, by host; one that was told to leave is not in use any more."""
-        self.ranks = RankTable()
         self.checkpoint_step: int | None = None
-        """Step of the last checkpoint that a rank has reported; read by the restart loop."""
-        self.printed_at = time.monotonic()
-        """Time at which a rank last printed anything, or at which all were started."""
-
-        self.problems: list[tuple[str, str]] = []
-        """Host, or an empty text for all together, and why the job cannot start; not used by elastic jobs."""
-        self.start_deadline = time.monotonic() + options.start_timeout_s if hosts is not None else float("inf")
-        """Until when the hosts may answer; infinity once they have."""
-
-        self.decision = OutcomeDecision()
-        self.give_up_at = float("inf")
-        """Time at which agents that do not report the end of their ranks are abandoned."""
-        self.resume_deadline = float("inf")
-        """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
+        """Step of the last checkpoint that a rank has reported."""
         self.ladder = InterruptLadder()
         self.has_passed_sigterm = False
 
@@ -366,10 +347,37 @@ class JobState:
         self.has_told_shortage = False
 
         self._orders: list[Order] = []
+        self.begin(0, hosts)
+
+    def begin(self, restart: int, hosts: Sequence[Host] | None) -> None:
+        """Begins the next generation of a job that is not elastic; an elastic job begins once, and then publishes its own.
+
+        The fields below belong to the generation. It has agents of its own: an agent, an ssh or a host may have ended the
+        last one. hosts: with as many slots as ranks are to be started there; None in an elastic job.
+        """
+        self.restart = restart
+        # By the run id, orphan killers know the processes of this generation.
+        self.run_id = secrets.token_hex(8)
+        self.opened: list[AgentPipe] = []
+        """All agents, also those that are over."""
+        self.ranks = RankTable()
+        self.printed_at = time.monotonic()
+        """Time at which a rank last printed anything, or at which all were started."""
+
+        self.problems: list[tuple[str, str]] = []
+        """Host, or an empty text for all together, and why the job cannot start; not used by elastic jobs."""
+        self.start_deadline = self.printed_at + self.options.start_timeout_s if hosts is not None else float("inf")
+        """Until when the hosts may answer; infinity once they have."""
+
+        self.decision = OutcomeDecision()
+        self.give_up_at = float("inf")
+        """Time at which agents that do not report the end of their ranks are abandoned."""
+        self.resume_deadline = float("inf")
+        """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
         if hosts is not None:
             self.hosts.update(hosts)
             for place in [(host.name, slot) for host in hosts for slot in range(host.slots)]:
-                self.ranks.add(*place, time.monotonic(), rank=len(self.ranks.rows))
+                self.ranks.add(*place, self.printed_at, rank=len(self.ranks.rows))
 
     @property
     def is_ending(self) -> bool:
