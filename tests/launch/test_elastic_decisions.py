@@ -13,7 +13,6 @@ from megaclass_launch.driver.generations import dismiss, is_enough, update_hosts
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import HostTable, JobState, Open, Order, Tell
 from megaclass_launch.driver.outcome import Outcome
-from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import parse_options
 from megaclass_launch.wire.agent_messages import AgentMessageChecker
@@ -49,7 +48,7 @@ class Driver:
             write_stacks=lambda *_: None,
         )
         io = SimpleNamespace(messages=messages, output=output, screen=None, signals=None, call=None)
-        self.job = JobState(parse_options([*options.split(), "-H", "localhost:1", "true"]), SshSettings(), io)
+        self.job = JobState(parse_options([*options.split(), "-H", "localhost:1", "true"]), io)
         self.job.hosts = HostTable((100.0, 100.0), lambda: 0.0)
         self.watch = HangWatch(self.job)
         self.list_hosts(*hosts)

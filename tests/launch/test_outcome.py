@@ -68,5 +68,5 @@ def test_ctrl_c_asks_then_insists_then_kills():
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_every_launcher_in_the_table_is_a_module_with_the_same_function(name):
-    module = importlib.import_module(f"megaclass_launch.launchers.{LAUNCHERS[name].module}")
+    module = importlib.import_module(f"megaclass_launch.launchers.{name}")
     assert [*inspect.signature(module.launch).parameters] == ["options", "hosts"]

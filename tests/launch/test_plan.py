@@ -2,9 +2,10 @@
 
 import pytest
 
-from megaclass_launch.driver.ssh import SshSettings, agent_command
+from megaclass_launch.driver.ssh import agent_command
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
+from megaclass_launch.options import parse_options
 from megaclass_launch.placement import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
 from megaclass_launch.world import world_from_environment
 
@@ -23,13 +24,13 @@ h1 (this machine): ranks 0-1
   rank 1: {1}
 
 h2: rank 2
-  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
+  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h2 \
 'nice -n 5 /env/bin/python -X utf8 -P -m megaclass_launch.agent.agent'
   rank 2: {2}
 
 h3: rank 3
-  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
+  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h3 \
 'nice -n 5 /env/bin/python -X utf8 -P -m megaclass_launch.agent.agent'
   rank 3: {3}"""
@@ -92,18 +93,11 @@ def test_only_what_concerns_the_ranks_is_passed_on_and_never_the_choice_of_gpus(
 
 def test_the_whole_plan_is_printed_without_values_that_may_be_secret():
     placements = place_ranks(THREE, 4)
-    from pathlib import Path
-
-    settings = SshSettings(
-        port=2222,
-        identity_file=Path("/keys/id"),
-        extra=("-F", "cfg"),
-        remote_prefix="nice -n 5",
-        python="/env/bin/python",
-    )
+    way = "-p 2222 -i /keys/id --ssh-arg=-F --ssh-arg=cfg --python /env/bin/python"
+    options = parse_options([*way.split(), "--remote-prefix", "nice -n 5", "true"])
     text = describe_plan(
         placements,
-        [agent_command(placement.host, settings) for placement in placements],
+        [agent_command(placement.host, options) for placement in placements],
         command=["python", "train.py", "a b"],
         workdir="/data/run",
         given={"API_KEY": "secret"},

@@ -29,11 +29,11 @@ any thread may call hosts_changed(), and that when_broken() starts one.
     field                written by                   read by                    guarded by
     here                 rendezvous()                 all threads                assigned whole
     _is_changed          _take, rendezvous()          all threads                _lock
-    _has_only_removals   _take, rendezvous()          all threads                _lock for writing; one flag
-    _has_removals        _take, rendezvous()          all threads                _lock for writing; one flag
+    has_only_removals    _take, rendezvous()          all threads                _lock for writing; one flag
+    has_removals         _take, rendezvous()          all threads                _lock for writing; one flag
     _is_broken           _take, rendezvous()          all threads                _lock
     _has_left            rendezvous()                 thread of when_broken()    _lock
-    _has_committed       committed(), rendezvous()    all threads                _lock for writing; one flag
+    has_committed        committed(), rendezvous()    all threads                _lock for writing; one flag
 """
 
 import contextlib
@@ -231,12 +231,15 @@ class ElasticWorker:
         self._channel = channel
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self.has_only_removals = False
+        """True if the change that hosts_changed() reported only removes hosts, so no new rank needs the state."""
+        self.has_removals = False
+        """True if the change that hosts_changed() reported removes hosts, whether or not it adds others."""
+        self.has_committed = False
+        """True if committed() was called in the current generation."""
         self._is_changed = False
-        self._has_only_removals = False
-        self._has_removals = False
         self._is_broken = False
         self._has_left = False
-        self._has_committed = False
 
     def hosts_changed(self) -> bool:
         """Returns whether the driver wants another generation, because hosts come or go. Ranks may learn it at different times:
@@ -249,21 +252,6 @@ class ElasticWorker:
             if not self._is_changed:
                 self._take(self._receive(0.0))
             return self._is_changed
-
-    @property
-    def has_only_removals(self) -> bool:
-        """True if the change that hosts_changed() reported only removes hosts, so no new rank needs the state."""
-        return self._has_only_removals
-
-    @property
-    def has_removals(self) -> bool:
-        """True if the change that hosts_changed() reported removes hosts, whether or not it adds others."""
-        return self._has_removals
-
-    @property
-    def has_committed(self) -> bool:
-        """True if committed() was called in the current generation."""
-        return self._has_committed
 
     def is_broken(self, timeout_s: float = 0.0) -> bool:
         """Returns whether a member of the current generation is gone, or has left it after a failure.
@@ -325,8 +313,8 @@ class ElasticWorker:
                 raise Dismissed(str(message["why"]))
             self.here = _assignment(message)
             # Announced to the old generation. What concerns the new one can only follow its assignment.
-            self._is_changed = self._has_only_removals = self._has_removals = False
-            self._is_broken = self._has_left = self._has_committed = False
+            self._is_changed = self.has_only_removals = self.has_removals = False
+            self._is_broken = self._has_left = self.has_committed = False
             os.environ.update({str(name): str(value) for name, value in message["env"].items()})
             # What came together with the assignment already concerns the new generation.
             self._take(later)
@@ -344,9 +332,9 @@ class ElasticWorker:
     def committed(self, step: int = 0) -> None:
         """Tells the driver that this generation has made progress. Only the first call in a generation sends anything."""
         with self._lock:
-            if not self._has_committed and os.getpid() == self._pid:
+            if not self.has_committed and os.getpid() == self._pid:
                 # Once is enough: the driver wants to know that the job makes progress after a failure, not how much.
-                self._has_committed = True
+                self.has_committed = True
                 self._send({"do": "committed", "step": step})
 
     def failed(self, what: str) -> None:
@@ -374,8 +362,8 @@ class ElasticWorker:
             is_current = self.here is None or message.get("token") == self.here.token
             if message.get("say") == "changed" and is_current:
                 self._is_changed = True
-                self._has_only_removals = bool(message.get("only_removals"))
-                self._has_removals = bool(message.get("has_removals"))
+                self.has_only_removals = bool(message.get("only_removals"))
+                self.has_removals = bool(message.get("has_removals"))
             if message.get("say") == "broken" and is_current:
                 self._is_broken = True
 

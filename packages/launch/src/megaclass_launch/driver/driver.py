@@ -35,7 +35,7 @@ from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import Close, JobState, Open, Order, StopListening, Tell, WorkerRecord
 from megaclass_launch.driver.outcome import NoRestartError, Outcome, StartResult, run_job, stopped_message
 from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.driver.ssh import SshSettings, agent_command
+from megaclass_launch.driver.ssh import agent_command
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.exit_codes import (
     EXIT_RESUME_ME,
@@ -107,22 +107,11 @@ def _plan(options: RunOptions, hosts: Sequence[Host], num_processes: int) -> str
     placements = place_ranks(hosts, num_processes)
     return describe_plan(
         placements,
-        [agent_command(placement.host, _ssh_settings(options)) for placement in placements],
+        [agent_command(placement.host, options) for placement in placements],
         command=options.command,
         workdir=options.workdir,
         given=options.given_env,
         passed=passed_on(),
-    )
-
-
-def _ssh_settings(options: RunOptions) -> SshSettings:
-    return SshSettings(
-        port=options.ssh_port,
-        identity_file=options.ssh_identity_file,
-        extra=options.ssh_args,
-        remote_prefix=options.remote_prefix,
-        python=options.python,
-        heartbeat_s=options.heartbeat_s,
     )
 
 
@@ -148,7 +137,7 @@ class JobRun:
         """source: of the hosts of an elastic job, for which `hosts` is empty."""
         self._hosts, self._num_processes = [*hosts], num_processes
         self._discovery = Discovery(source) if source is not None else None
-        self._job = JobState(options, _ssh_settings(options), io, None if source is not None else self._placed_hosts())
+        self._job = JobState(options, io, None if source is not None else self._placed_hosts())
         self._beat_interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
 
     def _placed_hosts(self) -> list[Host]:
@@ -162,7 +151,7 @@ class JobRun:
             job.begin(restart, self._placed_hosts())
         self._pipes = AgentPipes(job.opened, self._on_message, job.io)
         self._hang_watch = HangWatch(job)
-        self._orphan_killers = job_end.OrphanKillers(job.ssh, job.options.fault_grace_s)
+        self._orphan_killers = job_end.OrphanKillers(job.options)
         self._beat_due_at = 0.0
         selector = self._pipes.selector
         selector.register(job.io.signals, selectors.EVENT_READ, self._on_signals)
@@ -249,7 +238,7 @@ class JobRun:
     def _open(self, order: Open) -> None:
         """Starts an agent and sends it the job."""
         job, host = self._job, order.host
-        command = agent_command(host, job.ssh)
+        command = agent_command(host, job.options)
         job.messages.detail(f"{host.name}: {command}")
         # Two host names may be one machine, where no agent may end another's ranks.
         run_id = f"{job.run_id}-{len(job.opened) + 1}"
@@ -265,7 +254,7 @@ class JobRun:
         try:
             messages = agent.read()
             if messages is None:
-                job_end.note_end_of_stream(job, agent, job_end.why_ended(agent, job.ssh))
+                job_end.note_end_of_stream(job, agent, job_end.why_ended(agent, job.options))
             for message, payload in messages or ():
                 self._carry_out(on_message(job, self._hang_watch, agent, message, payload))
                 if agent.is_over:

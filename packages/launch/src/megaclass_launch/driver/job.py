@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
 from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, failure_report, headline
 from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import RunOptions
 from megaclass_launch.signals import InterruptLadder
@@ -303,11 +302,9 @@ class RunningGeneration:
 class JobState:
     """The whole job: what all its generations share, and the generation that runs."""
 
-    def __init__(
-        self, options: RunOptions, ssh: SshSettings, io: DriverIo, hosts: Sequence[Host] | None = None
-    ) -> None:
+    def __init__(self, options: RunOptions, io: DriverIo, hosts: Sequence[Host] | None = None) -> None:
         """hosts: of the first generation, see `begin`; None in an elastic job, which has to find them."""
-        self.options, self.ssh, self.io = options, ssh, io
+        self.options, self.io = options, io
         self.messages, self.output = io.messages, io.output
         self.is_elastic = hosts is None
         # It is random, so the output of a login script on a host cannot be taken for an agent's greeting.

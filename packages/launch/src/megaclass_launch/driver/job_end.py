@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
 from megaclass_launch.driver.job import JobState
 from megaclass_launch.driver.outcome import RESUME_ME, Outcome, Reason
-from megaclass_launch.driver.ssh import SshSettings, agent_command, is_connection_lost, why_not_started
+from megaclass_launch.driver.ssh import agent_command, is_connection_lost, why_not_started
 from megaclass_launch.errors import EXIT_TRY_AGAIN
 from megaclass_launch.exit_codes import EXIT_HOST_LOST, exit_status, how_it_ended, signal_name
+from megaclass_launch.options import RunOptions
 from megaclass_launch.signals import ENDING_SIGNALS
 
 _LEAVE_S = 4.0
@@ -263,7 +264,7 @@ def abandon_unfinished(job: JobState) -> None:
         job.drop(agent, kills_orphans=agent.state is PipeState.RUNNING)
 
 
-def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
+def why_ended(agent: AgentPipe, options: RunOptions) -> str:
     """Returns why ssh or the local agent has ended before it said that all is done.
 
     Before the agent's hello this is a whole sentence about the host; later, it follows the host's name.
@@ -274,7 +275,7 @@ def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
     # ssh's exit code tells a failed login (255) from an agent that ended.
     code = agent.wait(_EXIT_CODE_S)
     if agent.state is PipeState.STARTING:
-        return why_not_started(agent.host, ssh, code, agent.stderr_text)
+        return why_not_started(agent.host, options, code, agent.stderr_text)
     who = "its agent" if agent.host.is_local else "its agent, or the ssh connection to it,"
     return f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
 
@@ -287,10 +288,10 @@ def why_silent(silent_s: float) -> str:
 class OrphanKillers:
     """The orphan killers that the driver has started on the hosts of lost agents."""
 
-    def __init__(self, ssh: SshSettings, grace_s: float) -> None:
-        self._ssh = ssh
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
         # The driver waits for them at its end, so they get no more time than the agents do.
-        self._grace_s = min(grace_s, _LEAVE_S)
+        self._grace_s = min(options.fault_grace_s, _LEAVE_S)
         self._running: list[tuple[subprocess.Popen[bytes], float]] = []
         """Each with the time at which it is given up."""
 
@@ -300,7 +301,7 @@ class OrphanKillers:
             return
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
-                agent_command(agent.host, self._ssh, "megaclass_launch.agent.orphan_killer"),
+                agent_command(agent.host, self._options, "megaclass_launch.agent.orphan_killer"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -171,7 +171,7 @@ def _note_silent_hosts(job: JobState) -> None:
     """Records a problem per host that has not answered within the start timeout."""
     for agent in job.opened:
         if agent.state is PipeState.STARTING:
-            why = why_not_started(agent.host, job.ssh, None, agent.stderr_text)
+            why = why_not_started(agent.host, job.options, None, agent.stderr_text)
             job.problems.append((agent.name, f"{why} (--start-timeout {job.options.start_timeout_s:g} s)"))
 
 

@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from megaclass_launch.driver.ssh import port_and_key
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
 from megaclass_launch.launchers.replace_process import replace_process, variable_names, with_network_variables
@@ -41,7 +42,5 @@ def _mpirun_command(options: RunOptions, hosts: Sequence[Host]) -> list[str]:
 
 def _ssh(options: RunOptions) -> tuple[str, ...]:
     """Returns mpirun's options for the ssh command that the driver would use."""
-    parts = ["ssh", *options.ssh_args, "-o", "BatchMode=yes"]
-    parts += ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
-    parts += ["-i", str(options.ssh_identity_file)] if options.ssh_identity_file is not None else []
-    return ("--mca", "plm_rsh_agent", shlex.join(parts))
+    ssh = ["ssh", *options.ssh_args, "-o", "BatchMode=yes", *port_and_key(options)]
+    return ("--mca", "plm_rsh_agent", shlex.join(ssh))

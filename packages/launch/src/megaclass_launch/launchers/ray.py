@@ -90,8 +90,8 @@ class _RayJob:
             if number is not None:
                 outcome = Outcome(exit_code=exit_status(-number), may_restart=False)
                 return StartResult(outcome=outcome, has_started=False)
-            run = _RayRun(self._ray, group, self._num_processes, self._has_gpus, self._options, restart, self._io)
-            return StartResult(outcome=run.run())
+            actors = self._requested_actors(group)
+            return StartResult(outcome=_RayRun(self._ray, actors, self._options, restart, self._io).run())
         finally:
             self._ray.util.remove_placement_group(group)
 
@@ -101,6 +101,19 @@ class _RayJob:
 
     def describe(self) -> str:
         return f"{self._num_processes} ranks"
+
+    def _requested_actors(self, group: Any) -> list[Any]:
+        """Returns an actor per bundle of the placement group."""
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        actor = self._ray.remote(RankActor)
+        return [
+            actor.options(
+                num_cpus=1,
+                num_gpus=1 if self._has_gpus else 0,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+            ).remote()
+            for i in range(self._num_processes)
+        ]
 
     def _wait_for(self, group: Any, bundle: dict[str, int]) -> int | None:
         """Waits for the placement group; returns a signal by which the user ended the job meanwhile, or None."""
@@ -163,30 +176,12 @@ def _requested_group(ray: Any, num_processes: int, bundle: dict[str, int]) -> An
 class _RayRun:
     """All ranks of one start. They begin together and end together. Everything happens in the main thread."""
 
-    def __init__(
-        self,
-        ray: Any,
-        group: Any,
-        num_processes: int,
-        has_gpus: bool,
-        options: RunOptions,
-        restart: int,
-        io: DriverIo,
-    ) -> None:
+    def __init__(self, ray: Any, actors: list[Any], options: RunOptions, restart: int, io: DriverIo) -> None:
         self._ray = ray
+        self._actors = actors
         self._options = options
         self._restart = restart
         self._io = io
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        actor = ray.remote(RankActor)
-        self._actors = [
-            actor.options(
-                num_cpus=1,
-                num_gpus=1 if has_gpus else 0,
-                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-            ).remote()
-            for i in range(num_processes)
-        ]
         # Filled by _start, when Ray has told on which node each actor runs; indices are ranks from then on.
         self._worlds: list[World] = []
         self._hosts: list[str] = []
@@ -229,23 +224,16 @@ class _RayRun:
         self._hosts = [place["host"] for place in places]
         self._last_lines = [LastLines() for _ in places]
         # The actor of rank 0 holds the ports on its own node until the rank binds them.
-        port = self._ray.get(self._actors[0].hold_port.remote(self._options.master_port))
-        # A port that the user chose is the only one: a firewall may let no other through.
-        is_chosen = bool(self._options.master_port)
-        store_port = 0 if is_chosen else self._ray.get(self._actors[0].hold_store_port.remote())
-        shared = job_environment(new_secret(), store_port)
-        run_id = secrets.token_hex(8)
+        ports = self._ray.get(self._actors[0].hold_ports.remote(self._options.master_port))
+        shared = job_environment(new_secret(), ports["store_port"])
+        run_id, given_env = secrets.token_hex(8), self._options.given_env
         starts = []
         for actor, place, world in zip(self._actors, places, self._worlds, strict=True):
             env = {
                 **passed_on(),
-                **self._options.given_env,
+                **given_env,
                 **rank_environment(
-                    world,
-                    host=place["host"],
-                    address=places[0]["address"],
-                    port=port,
-                    given=self._options.given_env,
+                    world, host=place["host"], address=places[0]["address"], port=ports["port"], given=given_env
                 ),
                 **shared,
                 "MEGACLASS_RESTART": str(self._restart),

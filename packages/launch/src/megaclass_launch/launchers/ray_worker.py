@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megaclass_launch.agent.supervisor import Supervisor, find_command
+from megaclass_launch.agent.workers import Rank0Ports
 from megaclass_launch.operating_system import readable
 from megaclass_launch.placement import without_other_starters
-from megaclass_launch.rendezvous.addresses import (
-    OFFER_NAME,
-    hold_store_port,
-    interface_towards,
-    offer_store_socket,
-    reserve_port,
-)
+from megaclass_launch.rendezvous.addresses import OFFER_NAME, interface_towards
 
 _READ_BYTES = 1 << 18
 
@@ -28,8 +23,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
-        self._held_port: socket.socket | None = None
-        self._store_port: socket.socket | None = None
+        self._ports: Rank0Ports | None = None
         self._pipes: dict[int, str] = {}
 
     def where(self) -> dict[str, Any]:
@@ -42,15 +36,10 @@ class RankActor:
             "gpus": context.get_accelerator_ids().get("GPU", []),
         }
 
-    def hold_port(self, port: int) -> int:
-        """Holds a port for rank 0 and returns it; 0 takes a free one."""
-        self._held_port = reserve_port(port)
-        return int(self._held_port.getsockname()[1])
-
-    def hold_store_port(self) -> int:
-        """Holds a free port for the store of the job and returns it."""
-        self._store_port = hold_store_port()
-        return int(self._store_port.getsockname()[1])
+    def hold_ports(self, master_port: int) -> dict[str, int]:
+        """Holds the ports for rank 0, which runs here, and returns them."""
+        self._ports = Rank0Ports(master_port)
+        return self._ports.hold()
 
     def start(
         self, run_id: str, rank: int, command: Sequence[str], env: Mapping[str, str], workdir: str, grace_s: float
@@ -62,11 +51,9 @@ class RankActor:
         find_command(command, whole, Path(workdir))
         is_one_machine = env["HOROVOD_LOCAL_SIZE"] == env["HOROVOD_SIZE"]
         address = "127.0.0.1" if is_one_machine else env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        if self._store_port is not None:
-            with contextlib.suppress(OSError):
-                offer = offer_store_socket(self._store_port, address)
-                whole[OFFER_NAME] = offer.name
-                offer.serve()
+        if self._ports is not None and (offer := self._ports.offer_store(address)) is not None:
+            whole[OFFER_NAME] = offer.name
+            offer.serve()
         self._supervisor = Supervisor(run_id, grace_s=grace_s, adopts=False, captures=True)
         self._supervisor.__enter__()
         # Ray's workers block SIGINT, and the processes they start inherit that.
