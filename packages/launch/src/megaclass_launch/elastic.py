@@ -6,7 +6,7 @@ is new: the port, the secret, the token. A process that belongs to an old genera
     worker = elastic_worker()              None outside of elastic jobs
     here = worker.rendezvous(Why.START)    blocks until the driver has published the next generation; sets os.environ
     worker.hosts_changed()                 one system call, no network: True if the driver wants another generation
-    worker.committed(step)                 the state of this step is safe
+    worker.committed()                     the state of this step is safe
     worker.is_broken()                     whether a member of this generation is gone
     worker.when_broken(end_connections)    a thread calls the function when a member of this generation is gone, so
                                            collectives that wait for it fail at once instead of after a time limit
@@ -167,8 +167,6 @@ _TICK_S = 0.2
 class Member:
     """One rank of a generation."""
 
-    worker: int
-    """Number of the process, unique in the whole job. It stays the same as long as the process lives."""
     host: str
     slot: int
     """Place on its host, from 0. It stays the same as long as the process lives, and so does the GPU of this number."""
@@ -186,10 +184,6 @@ class Assignment:
     """Random, different in each generation."""
     world: World
     """Rank, size, local rank and so on, with the address and the port of the store."""
-    secret: str
-    """The secret of this generation, in hexadecimal digits; also in MEGACLASS_JOB_SECRET."""
-    worker: int
-    """Number of this process, see Member."""
     members: tuple[Member, ...]
     """All ranks, in their order. Rank 0 was a member of the previous generation if any of them was."""
     previous_size: int
@@ -329,13 +323,13 @@ class ElasticWorker:
                     return message, messages[number + 1 :]
         raise LaunchError(f"{self._name()} waited {timeout_s:g} s for the next generation of the job.")
 
-    def committed(self, step: int = 0) -> None:
+    def committed(self) -> None:
         """Tells the driver that this generation has made progress. Only the first call in a generation sends anything."""
         with self._lock:
             if not self.has_committed and os.getpid() == self._pid:
                 # Once is enough: the driver wants to know that the job makes progress after a failure, not how much.
                 self.has_committed = True
-                self._send({"do": "committed", "step": step})
+                self._send({"do": "committed"})
 
     def failed(self, what: str) -> None:
         """Tells the driver why this process is about to leave the generation, for the message on the terminal."""
@@ -391,7 +385,7 @@ def elastic_worker() -> ElasticWorker | None:
 
 
 def _assignment(message: Message) -> Assignment:
-    same = ("generation", "token", "secret", "worker", "previous_size", "needs_sync", "has_progressed")
+    same = ("generation", "token", "previous_size", "needs_sync", "has_progressed")
     return Assignment(
         **{name: message[name] for name in same},
         world=World(**message["world"]),

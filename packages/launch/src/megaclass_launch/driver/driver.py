@@ -15,8 +15,8 @@ An elastic job forms one generation after the other while it runs (generations.p
 one thread, in `JobRun.start`; only the Screen and the Discovery have threads of their own.
 
     event                              decision                                       orders
-    a message of an agent              `on_message`                                   Tell, Open, Close, StopListening:
-    an agent is lost                   job_end.py                                     `_carry_out`
+    a message of an agent              `on_message`                                   Tell, Open, Close: `_carry_out`
+    an agent is lost                   job_end.py
     a signal, time                     job_end.py, hang_watch.py
     after every event                  start.py:start_together, generations.py:advance
 """
@@ -32,11 +32,11 @@ from megaclass_launch.driver import generations, job_end, start
 from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
 from megaclass_launch.driver.discovery import Discovery, Source, source_of
 from megaclass_launch.driver.hang_watch import HangWatch
-from megaclass_launch.driver.job import Close, JobState, Open, Order, StopListening, Tell, WorkerRecord
+from megaclass_launch.driver.job import Close, JobState, Open, Order, Tell, WorkerRecord
 from megaclass_launch.driver.outcome import NoRestartError, Outcome, StartResult, run_job, stopped_message
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.driver.ssh import agent_command
-from megaclass_launch.errors import LaunchError
+from megaclass_launch.errors import EXIT_TRY_AGAIN, LaunchError
 from megaclass_launch.exit_codes import (
     EXIT_RESUME_ME,
     EXIT_USER_ERROR,
@@ -231,9 +231,8 @@ class JobRun:
                     if kills_orphans:
                         self._orphan_killers.start(agent)
                     self._pipes.stop_listening(agent)
-                    agent.close()
-                case StopListening(agent):
-                    self._pipes.stop_listening(agent)
+                    if agent.state is PipeState.LOST:
+                        agent.close()
 
     def _open(self, order: Open) -> None:
         """Starts an agent and sends it the job."""
@@ -290,7 +289,7 @@ class JobRun:
             # While the driver does not read, it cannot tell which agents are silent.
             silent_s = now - agent.heard_at
             if agent.state is PipeState.RUNNING and silent_s > job.silence_s and not job.is_paused:
-                job_end.note_silence(job, agent, silent_s)
+                job_end.lose(job, agent, job_end.why_silent(silent_s), code=EXIT_TRY_AGAIN, is_reachable=False)
         job_end.lose_late(job, now)
         if job.is_elastic:
             generations.kill_stopped(job, now, job.silence_s)

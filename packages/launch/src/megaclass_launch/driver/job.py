@@ -236,20 +236,16 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the pipes of an agent that is lost. kills_orphans: end what it may have left on its host."""
+    """Stop listening to an agent that is over. Pipes of a lost one are closed now, those of others at the end.
+
+    kills_orphans: end what it may have left on its host.
+    """
 
     agent: AgentPipe
-    kills_orphans: bool
+    kills_orphans: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StopListening:
-    """Stop listening to an agent that is over; its pipes are closed with those of all others."""
-
-    agent: AgentPipe
-
-
-Order = Tell | Open | Close | StopListening
+Order = Tell | Open | Close
 
 
 # ---- generations ----
@@ -446,7 +442,7 @@ class JobState:
         """Notes that an agent is done."""
         agent.state = PipeState.DONE
         self.forget(agent)
-        self.order(StopListening(agent))
+        self.order(Close(agent))
 
     def forget(self, agent: AgentPipe) -> None:
         """Uses an agent no more. Its host may have a newer agent by now, which stays."""

@@ -215,11 +215,6 @@ def note_end_of_stream(job: JobState, agent: AgentPipe, why: str) -> None:
         lose_host(job, agent.name, why, code)
 
 
-def note_silence(job: JobState, agent: AgentPipe, silent_s: float) -> None:
-    """Gives up a host that has not answered for too long."""
-    lose(job, agent, why_silent(silent_s), code=EXIT_TRY_AGAIN, is_reachable=False)
-
-
 def lose_late(job: JobState, now: float) -> None:
     """Gives up hosts of an elastic job that have not said hello within the start timeout."""
     limit_s = job.options.start_timeout_s
