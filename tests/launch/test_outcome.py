@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason, RestartLimit, StartResult
+from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason, RestartLimit
 from megaclass_launch.launchers import LAUNCHERS
 from megaclass_launch.signals import InterruptLadder
 
@@ -54,10 +54,10 @@ def test_pauses_grow_with_short_starts_and_end_with_a_checkpoint():
     limit = RestartLimit()
     pauses = []
     for _ in range(8):
-        limit.note(StartResult(outcome=FAILED, has_started=False), seconds=1.0)
+        limit.note(1.0, has_started=False, step=None)
         pauses.append(limit.pause_s())
     assert pauses == [0, 1, 3, 7, 15, 31, 60, 60]
-    limit.note(StartResult(outcome=FAILED, checkpoint_step=5), seconds=1.0)
+    limit.note(1.0, has_started=True, step=5)
     assert limit.pause_s() == 0 and limit.why_not_again() is None
 
 

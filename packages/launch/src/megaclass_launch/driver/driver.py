@@ -1,7 +1,7 @@
 """The driver of `megaclass run`: it starts the ranks on all hosts and shows their output. Standard library only; no torch.
 
     options -> hosts -> plan -> JobRun (one loop around one JobState) -> exit code
-                                  ^--- the next generation after a failure, with --restarts (outcome.py:run_job)
+                                  ^--- the next generation after a failure, with --restarts (JobRun.run)
 
 The loop receives what the agents send, decides, and carries out the orders. States of one generation:
 
@@ -12,7 +12,7 @@ The loop receives what the agents send, decides, and carries out the orders. Sta
          +--------------------------------> ending --agents are done, or give up --+
 
 An elastic job forms one generation after the other while it runs (generations.py); other jobs have one. Everything happens in
-one thread, in `JobRun.start`; only the Screen and the Discovery have threads of their own.
+one thread, in `JobRun.run`; only the Screen and the Discovery have threads of their own.
 
     event                              decision                                       orders
     a message of an agent              `on_message`                                   Tell, Open, Close: `_carry_out`
@@ -25,16 +25,16 @@ import logging
 import resource
 import selectors
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from megaclass_launch.driver import generations, job_end, start
-from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState, Process, started_process
 from megaclass_launch.driver.discovery import Discovery, Source, source_of
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import Close, JobState, Open, Order, Tell, WorkerRecord
-from megaclass_launch.driver.outcome import NoRestartError, Outcome, StartResult, run_job, stopped_message
-from megaclass_launch.driver.output import DriverIo
+from megaclass_launch.driver.outcome import SHORT_START_S, Outcome, RestartLimit, stopped_message
+from megaclass_launch.driver.output import DriverIo, DriverMessages
 from megaclass_launch.driver.ssh import agent_command
 from megaclass_launch.errors import EXIT_TRY_AGAIN, LaunchError
 from megaclass_launch.exit_codes import (
@@ -45,8 +45,10 @@ from megaclass_launch.exit_codes import (
     is_worth_restarting,
 )
 from megaclass_launch.hosts import Host
+from megaclass_launch.operating_system import readable
 from megaclass_launch.options import RunOptions
 from megaclass_launch.placement import describe_plan, passed_on, place_ranks
+from megaclass_launch.signals import DRIVER_SIGNALS, EndedBySignalError, SignalQueue
 from megaclass_launch.wire.agent_messages import RESULT_STREAM
 from megaclass_launch.wire.protocol import Message, ProtocolError, Why, beat_interval
 
@@ -72,8 +74,7 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
             return 0
         # Hosts may still be added: for the names of output files and the limit of open files, a guess is enough.
         num_ranks = options.max_processes or sum(host.slots for host in hosts) or options.min_ranks
-        _raise_file_limit(_FILES_PER_HOST * _MAX_ELASTIC_HOSTS + _FILES_PER_RANK * num_ranks)
-        return run_job(partial(JobRun, options, [], num_ranks, source), options, num_ranks, num_restarts=0)
+        return run_job(options, SshHosts(options, [], num_ranks), _MAX_ELASTIC_HOSTS, num_ranks, source)
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
         raise LaunchError(
@@ -91,10 +92,26 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
     if options.is_dry_run:
         print(_plan(options, hosts, num_processes))
         return 0
-    _raise_file_limit(_FILES_PER_HOST * len(placements) + _FILES_PER_RANK * num_processes)
     # Not started before this line: everything above can be wrong without a trace on any host.
-    job = partial(JobRun, options, hosts, num_processes, None)
-    return run_job(job, options, num_processes, num_restarts=options.restarts)
+    return run_job(options, SshHosts(options, hosts, num_processes), len(placements), num_processes)
+
+
+def run_job(
+    options: RunOptions, hosts: "JobHosts", num_hosts: int, num_ranks: int, source: Source | None = None
+) -> int:
+    """Runs a job and returns its exit code. source: of the hosts of an elastic job."""
+    _raise_file_limit(_FILES_PER_HOST * num_hosts + _FILES_PER_RANK * num_ranks)
+    with SignalQueue(DRIVER_SIGNALS) as signals:
+        io = DriverIo.open(options, num_ranks, signals)
+        # Also closed after a LaunchError: what was printed before it must reach the screen.
+        outcome = Outcome(exit_code=0)
+        try:
+            outcome = JobRun(options, hosts, io, source).run()
+        except EndedBySignalError as signal:
+            outcome = Outcome(exit_code=exit_status(-signal.args[0]), may_restart=False)
+        finally:
+            io.close(is_patient=outcome.may_restart)
+    return outcome.exit_code
 
 
 def _print_elastic_plan(options: RunOptions, source: Source) -> None:
@@ -125,30 +142,121 @@ def _raise_file_limit(num_files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+# ---- hosts ----
+
+
+class NoRestartError(Exception):
+    """Raised by `JobHosts.exclude` with the reason why the job cannot be started again."""
+
+
+class JobHosts(Protocol):
+    """The hosts of a job: which of them a generation uses, and the way in which their agents are started."""
+
+    def placed(self, signals: SignalQueue) -> list[Host]:
+        """Returns the hosts of the next generation, with as many slots as ranks are to be started there."""
+        ...
+
+    def start_agent(self, host: Host, messages: DriverMessages) -> Process: ...
+
+    def exclude(self, failed: Collection[str]) -> bool:
+        """Leaves failed hosts out from now on; returns whether that changed anything. NoRestartError if too few are left."""
+        ...
+
+    def describe(self) -> str:
+        """Returns the ranks and hosts of the next generation, for a message."""
+        ...
+
+
+class SshHosts:
+    """Hosts that were given, or that an elastic job has found: they are reached by ssh, and this machine without."""
+
+    def __init__(self, options: RunOptions, hosts: Sequence[Host], num_processes: int) -> None:
+        self._options, self._hosts, self._num_processes = options, [*hosts], num_processes
+
+    def placed(self, signals: SignalQueue) -> list[Host]:
+        return [placement.host_with_ranks() for placement in place_ranks(self._hosts, self._num_processes)]
+
+    def start_agent(self, host: Host, messages: DriverMessages) -> Process:
+        command = agent_command(host, self._options)
+        messages.detail(f"{host.name}: {command}")
+        return started_process(host, command)
+
+    def exclude(self, failed: Collection[str]) -> bool:
+        left = [host for host in self._hosts if host.name not in failed]
+        if not self._options.excludes_failed_hosts or len(left) == len(self._hosts):
+            return False
+        num_slots = sum(host.slots for host in left)
+        if num_slots < (self._options.min_processes or self._num_processes):
+            raise NoRestartError(f"without {', '.join(failed)} too few slots are left for --min-np.")
+        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
+        return True
+
+    def describe(self) -> str:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
+        return f"{self._num_processes} ranks on {listed}"
+
+
 # ---- the loop ----
 
 
 class JobRun:
-    """Runs the generations of one job; a RestartableJob, which may exclude hosts that have failed."""
+    """Runs the generations of one job. source: of the hosts of an elastic job."""
 
-    def __init__(
-        self, options: RunOptions, hosts: Sequence[Host], num_processes: int, source: Source | None, io: DriverIo
-    ) -> None:
-        """source: of the hosts of an elastic job, for which `hosts` is empty."""
-        self._hosts, self._num_processes = [*hosts], num_processes
+    def __init__(self, options: RunOptions, hosts: JobHosts, io: DriverIo, source: Source | None) -> None:
+        self._hosts = hosts
         self._discovery = Discovery(source) if source is not None else None
-        self._job = JobState(options, io, None if source is not None else self._placed_hosts())
+        self._job = JobState(options, io, hosts.placed(io.signals) if source is None else None)
         self._beat_interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
 
-    def _placed_hosts(self) -> list[Host]:
-        """Returns the hosts with as many slots as ranks are to be started there."""
-        return [placement.host_with_ranks() for placement in place_ranks(self._hosts, self._num_processes)]
+    def run(self) -> Outcome:
+        """Runs generations until one succeeds, or none may follow.
 
-    def start(self, restart: int) -> StartResult:
-        """Runs one generation: starts the ranks, and waits until nothing of them is left."""
+        outcome -> exit code 0, or one that must not be repeated ------> return
+           ^          otherwise: exclude failed hosts; give up after 3 starts without progress
+           +-- the next generation <-- pause, longer after each short start <--+
+        """
+        job, messages, limit = self._job, self._job.messages, RestartLimit()
+        # Generations of an elastic job need no restart, and have a limit of their own.
+        num_restarts = 0 if job.is_elastic else job.options.restarts
+        while True:
+            begun = time.monotonic()
+            outcome = self._run_generation()
+            seconds = time.monotonic() - begun
+            limit.note(seconds, has_started=job.ranks.has_started, step=job.checkpoint_step)
+            # Order of the reasons: success, an outcome that repeats itself, no restart left, too few hosts, no progress.
+            if outcome.exit_code == 0 or not outcome.may_restart or job.restart == num_restarts:
+                return outcome
+            # The hosts first: with other hosts the count of starts without progress begins again.
+            try:
+                if self._hosts.exclude(outcome.failed_hosts):
+                    limit.forget()
+            except NoRestartError as reason:
+                messages.say(f"no restart: {reason}")
+                return outcome
+            if (why := limit.why_not_again()) is not None:
+                messages.say(why)
+                return outcome
+            self._pause(limit)
+            # The ranks read this number in MEGACLASS_RESTART, and may continue a run instead of starting as told.
+            restart = job.restart + 1
+            messages.say(f"restart {restart} of {num_restarts}: {self._hosts.describe()}.")
+            job.begin(restart, self._hosts.placed(job.io.signals))
+
+    def _pause(self, limit: RestartLimit) -> None:
+        """Waits before a restart."""
+        pause_s, signals = limit.pause_s(), self._job.io.signals
+        ends_at = time.monotonic() + pause_s
+        if pause_s > 1:
+            short = f"{limit.num_short} starts ended within {SHORT_START_S:g} s"
+            self._job.messages.say(f"{short}: the next one in {pause_s:.0f} s.")
+        while (left_s := ends_at - time.monotonic()) > 0:
+            # Not a plain sleep: Ctrl-C must end the pause, and with it the job.
+            readable([signals], left_s)
+            signals.raise_if_ended()
+
+    def _run_generation(self) -> Outcome:
+        """Starts the ranks, and waits until nothing of them is left."""
         job = self._job
-        if restart:
-            job.begin(restart, self._placed_hosts())
         self._pipes = AgentPipes(job.opened, self._on_message, job.io)
         self._hang_watch = HangWatch(job)
         self._orphan_killers = job_end.OrphanKillers(job.options)
@@ -180,23 +288,7 @@ class JobRun:
             self._hang_watch.finish()
         finally:
             self._close()
-        outcome = job.decision.final()
-        return StartResult(outcome=outcome, has_started=job.ranks.has_started, checkpoint_step=job.checkpoint_step)
-
-    def exclude_failed_hosts(self, outcome: Outcome) -> bool:
-        options = self._job.options
-        left = [host for host in self._hosts if host.name not in outcome.failed_hosts]
-        if not options.excludes_failed_hosts or len(left) == len(self._hosts):
-            return False
-        num_slots = sum(host.slots for host in left)
-        if num_slots < (options.min_processes or self._num_processes):
-            raise NoRestartError(f"without {', '.join(outcome.failed_hosts)} too few slots are left for --min-np.")
-        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
-        return True
-
-    def describe(self) -> str:
-        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
-        return f"{self._num_processes} ranks on {listed}"
+        return job.decision.final()
 
     def _is_over(self) -> bool:
         # Not by the agents alone: before the first host of an elastic job is known, and while all are lost, there are none.
@@ -237,11 +329,10 @@ class JobRun:
     def _open(self, order: Open) -> None:
         """Starts an agent and sends it the job."""
         job, host = self._job, order.host
-        command = agent_command(host, job.options)
-        job.messages.detail(f"{host.name}: {command}")
+        process = self._hosts.start_agent(host, job.messages)
         # Two host names may be one machine, where no agent may end another's ranks.
         run_id = f"{job.run_id}-{len(job.opened) + 1}"
-        agent = AgentPipe(host, command, token=job.token, run_id=run_id, checker=start.checker_for(job, host))
+        agent = AgentPipe(host, process, token=job.token, run_id=run_id, checker=start.checker_for(job, host))
         self._pipes.add(agent)
         job.agents[host.name] = agent
         agent.send(start.agent_job(job, host, run_id))

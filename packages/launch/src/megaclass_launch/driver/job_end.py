@@ -271,7 +271,8 @@ def why_ended(agent: AgentPipe, options: RunOptions) -> str:
     code = agent.wait(_EXIT_CODE_S)
     if agent.state is PipeState.STARTING:
         return why_not_started(agent.host, options, code, agent.stderr_text)
-    who = "its agent" if agent.host.is_local else "its agent, or the ssh connection to it,"
+    way = "Ray's actor with it" if options.launcher == "ray" else "the ssh connection to it"
+    who = "its agent" if agent.host.is_local else f"its agent, or {way},"
     return f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
 
 
@@ -292,7 +293,8 @@ class OrphanKillers:
 
     def start(self, agent: AgentPipe) -> None:
         """Starts to kill all processes of the agent's run on its host, and does not wait."""
-        if len(self._running) == _MAX_ORPHAN_KILLERS:
+        # On a node of Ray only the agent can start a process; its own orphan killers remain.
+        if len(self._running) == _MAX_ORPHAN_KILLERS or self._options.launcher == "ray":
             return
         with contextlib.suppress(OSError):
             process = subprocess.Popen(

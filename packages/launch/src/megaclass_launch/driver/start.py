@@ -232,6 +232,8 @@ def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
         return str(first.hello["address"])
     if not remote or len(agents) == 1:
         return "127.0.0.1"
+    if first.host.address:
+        return first.host.address
     # SSH_CONNECTION holds the client's address and port, then the server's. Host 0 is the client of every other host if it
     # is the driver's machine, and the server of its own connection otherwise.
     source, index = (remote[0], 0) if first.host.is_local else (first, 2)

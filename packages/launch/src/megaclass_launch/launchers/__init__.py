@@ -21,7 +21,7 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "local": (),
     "mpi": _NOT_THEIRS,
     "slurm": _NOT_THEIRS,
-    "ray": _DRIVER_ONLY,
+    "ray": ("--exclude-failed-hosts", *_ELASTIC, "--remote-prefix"),
 }
 """Options that are refused with each launcher."""
 
