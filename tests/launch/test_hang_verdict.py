@@ -246,7 +246,7 @@ def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another_and_still_i
             fields |= {"is_late": True, "is_still_late": then != "has gone on" or found.rank == 0}
             watch.note(agent, {"say": "stacks", **fields}, found.stacks.encode())
     if then == "waits":
-        assert job.decision.reason is Reason.FAULT and job.decision.final().exit_code == EXIT_HUNG
+        assert job.decision.reason is Reason.FAULT and job.decision.outcome.exit_code == EXIT_HUNG
         assert [order.message["do"] for order in job.take_orders()] == ["end"]
     else:
         assert job.decision.reason is Reason.NONE and not job.take_orders()

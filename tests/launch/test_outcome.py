@@ -32,7 +32,7 @@ def test_the_strongest_reason_counts_of_faults_the_first_and_of_signals_the_last
     decision = OutcomeDecision()
     for reason, outcome in reasons:
         decision.decide(reason, outcome)
-    assert decision.final() == final
+    assert decision.outcome == final
 
 
 def test_a_rank_that_can_be_resumed_does_not_end_the_others():

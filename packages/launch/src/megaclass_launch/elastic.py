@@ -46,6 +46,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.operating_system import readable
 from megaclass_launch.wire.protocol import Message, MessageReader, Outbox, ProtocolError, encode
 from megaclass_launch.wire.protocol import Why as Why
 from megaclass_launch.world import World
@@ -123,9 +124,7 @@ class Channel:
     def wait_readable(self, timeout_s: float) -> None:
         """Waits until something arrives, or until the time is up."""
         with contextlib.suppress(OSError, ValueError):
-            events = select.poll()
-            events.register(self._socket, select.POLLIN)
-            events.poll(timeout_s * 1000)
+            readable([self._socket], timeout_s)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

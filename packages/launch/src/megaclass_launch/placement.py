@@ -34,10 +34,6 @@ class Placement:
     host: Host
     worlds: tuple[World, ...]
 
-    def host_with_ranks(self) -> Host:
-        """Returns the host with as many slots as ranks are to be started there."""
-        return replace(self.host, slots=len(self.worlds))
-
     def ranks(self) -> str:
         first, last = self.worlds[0].rank, self.worlds[-1].rank
         return f"rank {first}" if first == last else f"ranks {first}-{last}"

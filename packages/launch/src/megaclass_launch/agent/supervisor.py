@@ -90,7 +90,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # Nothing was told to end (an exception, or a rank of Ray that ended by itself): what is left is killed at once.
+        # Nothing was told to end (an exception): what is left is killed at once.
         if self._kill_at is None:
             self.end(0.0)
         while not self.continue_ending():

@@ -29,21 +29,15 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from megaclass_launch.driver import generations, job_end, start
-from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState, Process, started_process
+from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState, Process
 from megaclass_launch.driver.discovery import Discovery, Source, source_of
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import Close, JobState, Open, Order, Tell, WorkerRecord
-from megaclass_launch.driver.outcome import SHORT_START_S, Outcome, RestartLimit, stopped_message
+from megaclass_launch.driver.outcome import SHORT_START_S, Outcome, RestartLimit, headline, stopped_message
 from megaclass_launch.driver.output import DriverIo, DriverMessages
-from megaclass_launch.driver.ssh import agent_command
+from megaclass_launch.driver.ssh import NoRestartError, SshHosts, agent_command
 from megaclass_launch.errors import EXIT_TRY_AGAIN, LaunchError
-from megaclass_launch.exit_codes import (
-    EXIT_RESUME_ME,
-    EXIT_USER_ERROR,
-    exit_status,
-    how_it_ended,
-    is_worth_restarting,
-)
+from megaclass_launch.exit_codes import EXIT_RESUME_ME, EXIT_USER_ERROR, exit_status, how_it_ended, is_worth_restarting
 from megaclass_launch.hosts import Host
 from megaclass_launch.operating_system import readable
 from megaclass_launch.options import RunOptions
@@ -145,10 +139,6 @@ def _raise_file_limit(num_files: int) -> None:
 # ---- hosts ----
 
 
-class NoRestartError(Exception):
-    """Raised by `JobHosts.exclude` with the reason why the job cannot be started again."""
-
-
 class JobHosts(Protocol):
     """The hosts of a job: which of them a generation uses, and the way in which their agents are started."""
 
@@ -165,35 +155,6 @@ class JobHosts(Protocol):
     def describe(self) -> str:
         """Returns the ranks and hosts of the next generation, for a message."""
         ...
-
-
-class SshHosts:
-    """Hosts that were given, or that an elastic job has found: they are reached by ssh, and this machine without."""
-
-    def __init__(self, options: RunOptions, hosts: Sequence[Host], num_processes: int) -> None:
-        self._options, self._hosts, self._num_processes = options, [*hosts], num_processes
-
-    def placed(self, signals: SignalQueue) -> list[Host]:
-        return [placement.host_with_ranks() for placement in place_ranks(self._hosts, self._num_processes)]
-
-    def start_agent(self, host: Host, messages: DriverMessages) -> Process:
-        command = agent_command(host, self._options)
-        messages.detail(f"{host.name}: {command}")
-        return started_process(host, command)
-
-    def exclude(self, failed: Collection[str]) -> bool:
-        left = [host for host in self._hosts if host.name not in failed]
-        if not self._options.excludes_failed_hosts or len(left) == len(self._hosts):
-            return False
-        num_slots = sum(host.slots for host in left)
-        if num_slots < (self._options.min_processes or self._num_processes):
-            raise NoRestartError(f"without {', '.join(failed)} too few slots are left for --min-np.")
-        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
-        return True
-
-    def describe(self) -> str:
-        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
-        return f"{self._num_processes} ranks on {listed}"
 
 
 # ---- the loop ----
@@ -288,7 +249,7 @@ class JobRun:
             self._hang_watch.finish()
         finally:
             self._close()
-        return job.decision.final()
+        return job.decision.outcome
 
     def _is_over(self) -> bool:
         # Not by the agents alone: before the first host of an elastic job is known, and while all are lost, there are none.
@@ -511,7 +472,7 @@ def _note_exit(job: JobState, worker: WorkerRecord, pid: int, code: int) -> None
         job_end.note_failure(job, outcome, report)
         return
     # At once, before the other ranks print their own errors about the one that is gone.
-    job.messages.say(job.ranks.headline_of(worker))
+    job.messages.say(headline(worker.shown_rank, worker.host, pid, code, len(job.ranks.alive)))
     if not job.is_elastic and job.restart < job.options.restarts and not may_restart:
         job.messages.say(f"exit code {code} means that something has to be fixed first: no restart.")
     job_end.end(job, outcome, report=report)

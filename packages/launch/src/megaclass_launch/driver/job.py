@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, failure_report, headline
+from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, failure_report
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import RunOptions
@@ -125,15 +125,10 @@ class RankTable:
         ranks = [worker.shown_rank for worker in self.rows if worker.host == host]
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
-    def headline_of(self, worker: WorkerRecord) -> str:
-        assert worker.code is not None
-        return headline(worker.shown_rank, worker.host, worker.pid, worker.code, len(self.alive))
-
     def failure_report_of(self, worker: WorkerRecord) -> str:
         """Returns the report about the rank that failed first, and names the ranks that had left before it."""
         assert worker.code is not None
-        last_lines = worker.last_lines.shown()
-        text = failure_report(worker.shown_rank, worker.host, worker.pid, worker.code, last_lines)
+        text = failure_report(worker.name, worker.pid, worker.code, worker.last_lines.shown())
         early = [other for other in self.rows if other.code == 0 and not other.is_leaving]
         if early:
             # A rank that left early with exit code 0 often is the cause: the others then fail for want of it.
@@ -263,12 +258,7 @@ class Generation:
     store_port: int
 
     def where(self) -> Message:
-        return {
-            "address": self.address,
-            "port": self.port,
-            "store_port": self.store_port,
-            "secret": self.secret,
-        }
+        return {"address": self.address, "port": self.port, "store_port": self.store_port, "secret": self.secret}
 
 
 @dataclass(slots=True)
@@ -339,7 +329,6 @@ class JobState:
         """Time since which there are too few ranks for a generation."""
         self.has_told_shortage = False
 
-        self._orders: list[Order] = []
         self.begin(0, hosts)
 
     def begin(self, restart: int, hosts: Sequence[Host] | None) -> None:
@@ -367,6 +356,7 @@ class JobState:
         """Time at which agents that do not report the end of their ranks are abandoned."""
         self.resume_deadline = float("inf")
         """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
+        self._orders: list[Order] = []
         if hosts is not None:
             self.hosts.update(hosts)
             for place in [(host.name, slot) for host in hosts for slot in range(host.slots)]:

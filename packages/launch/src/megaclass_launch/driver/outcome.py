@@ -48,7 +48,8 @@ class OutcomeDecision:
         self.reason = Reason.NONE
         self.report = ""
         """Names the rank or host that failed first; shown when no rank prints any more."""
-        self._outcome = Outcome(exit_code=0)
+        self.outcome = Outcome(exit_code=0)
+        """It counts when nothing of the job is left."""
 
     @property
     def is_ending(self) -> bool:
@@ -60,7 +61,7 @@ class OutcomeDecision:
         # A signal also replaces a signal: SIGTERM after Ctrl-C gives the exit code of SIGTERM.
         counts = reason > self.reason or reason is Reason.SIGNAL
         if counts:
-            self.reason, self._outcome = reason, outcome
+            self.reason, self.outcome = reason, outcome
             # A signal keeps the report about an earlier fault: the user still wants to know the cause.
             self.report = report or self.report
         return counts
@@ -68,12 +69,8 @@ class OutcomeDecision:
     def explain(self, outcome: Outcome, report: str) -> None:
         """Completes a fault that was decided before its cause was known; a signal that came since still counts."""
         if self.reason is Reason.FAULT:
-            self._outcome = outcome
+            self.outcome = outcome
         self.report = report
-
-    def final(self) -> Outcome:
-        """Returns the outcome when nothing of the job is left."""
-        return self._outcome
 
 
 RESUME_ME = Outcome(exit_code=EXIT_RESUME_ME, may_restart=False)
@@ -128,10 +125,10 @@ def stopped_message(rank: int, host: str, pid: int) -> str:
     return f"rank {rank} on {host} (pid {pid}) is stopped: it received SIGSTOP; SIGCONT lets it continue."
 
 
-def failure_report(rank: int, host: str, pid: int, code: int, last_lines: list[str]) -> str:
+def failure_report(name: str, pid: int, code: int, last_lines: list[str]) -> str:
     """Returns the last message of a job: which rank failed first, where and how, with its last lines."""
     hint = f" ({_HINTS[signal.Signals(-code)]})" if code < 0 and -code in _HINTS else ""
-    text = f"the first to fail was rank {rank} on {host} (pid {pid}), with {how_it_ended(code)}{hint}."
+    text = f"the first to fail was {name} (pid {pid}), with {how_it_ended(code)}{hint}."
     if last_lines:
         text += " Its last lines:\n" + "\n".join(f"    {line}" for line in last_lines)
     return text + _hint_about_horovod("\n".join(last_lines))

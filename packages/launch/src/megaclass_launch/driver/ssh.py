@@ -1,13 +1,18 @@
-"""The command that starts an agent on a host, and the meaning of ssh's errors. Standard library only."""
+"""The hosts of a job, the command that starts an agent there, and the meaning of ssh's errors. Standard library only."""
 
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
+from megaclass_launch.driver.agent_pipe import Process, started_process
+from megaclass_launch.driver.output import DriverMessages
 from megaclass_launch.exit_codes import how_it_ended
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import RunOptions
+from megaclass_launch.placement import place_ranks
+from megaclass_launch.signals import SignalQueue
 from megaclass_launch.wire.checks import ip_address
 
 _CONNECT_S = 10
@@ -157,3 +162,37 @@ def address_in(ssh_connection: str, index: int) -> str | None:
     except ValueError:
         return None
     return address if address and not address.startswith("127.") and address != "::1" else None
+
+
+class NoRestartError(Exception):
+    """Raised by `exclude` with the reason why the job cannot be started again."""
+
+
+class SshHosts:
+    """Hosts that were given, or that an elastic job has found: they are reached by ssh, and this machine without."""
+
+    def __init__(self, options: RunOptions, hosts: Sequence[Host], num_processes: int) -> None:
+        self._options, self._hosts, self._num_processes = options, [*hosts], num_processes
+
+    def placed(self, signals: SignalQueue) -> list[Host]:
+        placements = place_ranks(self._hosts, self._num_processes)
+        return [replace(placement.host, slots=len(placement.worlds)) for placement in placements]
+
+    def start_agent(self, host: Host, messages: DriverMessages) -> Process:
+        command = agent_command(host, self._options)
+        messages.detail(f"{host.name}: {command}")
+        return started_process(host, command)
+
+    def exclude(self, failed: Collection[str]) -> bool:
+        left = [host for host in self._hosts if host.name not in failed]
+        if not self._options.excludes_failed_hosts or len(left) == len(self._hosts):
+            return False
+        num_slots = sum(host.slots for host in left)
+        if num_slots < (self._options.min_processes or self._num_processes):
+            raise NoRestartError(f"without {', '.join(failed)} too few slots are left for --min-np.")
+        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
+        return True
+
+    def describe(self) -> str:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
+        return f"{self._num_processes} ranks on {listed}"

@@ -94,11 +94,7 @@ def _version_differences(agents: Sequence[AgentPipe]) -> str:
 
 
 def start_workers(
-    job: JobState,
-    workers: Sequence[WorkerRecord],
-    worlds: dict[int, World],
-    generation: Generation,
-    **more: object,
+    job: JobState, workers: Sequence[WorkerRecord], worlds: dict[int, World], generation: Generation, **more: object
 ) -> None:
     """Tells the agents of these workers to start them. more: for the agent, beyond the places of the workers."""
     for host in dict.fromkeys(worker.host for worker in workers):

@@ -69,13 +69,6 @@ def threads_of(stacks: str, package: str) -> dict[int, Thread]:
     return threads
 
 
-def main_thread_of(threads: dict[int, Thread], identifier: int) -> Thread:
-    """Returns the main thread's frames; without its identifier, which other programs do not tell, the last thread's."""
-    if identifier in threads:
-        return threads[identifier]
-    return next(reversed(threads.values()), [])
-
-
 def collective_of(thread: Thread) -> str:
     """Returns the collective in which a thread waits, such as "all_gather"; empty if it is in none."""
     inner = thread[:8]
@@ -193,7 +186,8 @@ def _may_end(places: list[_Place]) -> bool:
 
 def _place(report: RankReport) -> _Place:
     threads = threads_of(report.stacks, report.package)
-    main = main_thread_of(threads, report.main_thread)
+    # Other programs do not tell the identifier of their main thread: it is the last one.
+    main = threads.get(report.main_thread) or next(reversed(threads.values()), [])
     collective = collective_of(main)
     if not collective and says_that_it_waits(main, wait_for_ranks):
         collective = report.detail or "an operation of all ranks"
