@@ -111,7 +111,7 @@ def add_check_command(commands: Any) -> None:
 def _add_check_arguments(check: argparse.ArgumentParser) -> None:
     from megaclass_launch.options import add_host_options, seconds
 
-    check.add_argument("recipe", nargs="?", help="a recipe that must be the same file on every host")
+    check.add_argument("config", nargs="?", help="a configuration that must be the same file on every host")
     add_host_options(check)
     check.add_argument(
         "--start-timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for a host (default: 30)"
@@ -155,7 +155,7 @@ def check(options: argparse.Namespace) -> int:
     report = check_hosts(
         CheckSettings(
             hosts=tuple(given_hosts(options.hosts, options.hostfile)),
-            config=options.recipe,
+            config=options.config,
             options=parse_options([*arguments, "true"]),
             arguments=arguments,
         )

@@ -48,7 +48,7 @@ class CheckSettings:
     hosts: tuple[Host, ...]
     """Hosts to check; empty for this machine, with one slot per GPU that torch can use, or two on CPUs."""
     config: str | None
-    """Path of a recipe that must be the same file on every host."""
+    """Path of a configuration that must be the same file on every host."""
     options: RunOptions
     """Those with which `run` reaches the same hosts."""
     arguments: tuple[str, ...]

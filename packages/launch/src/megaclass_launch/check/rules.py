@@ -339,7 +339,7 @@ def _disk(facts: Facts) -> Finding:
     if free < _LEAST_DISK:
         return bad("free disk", found, f"A checkpoint would not fit: du -xsh {facts['workdir']}/* | sort -h")
     if free < _COMFORTABLE_DISK:
-        return doubtful("free disk", found, "Enough to start, but checkpoints of a large head take tens of GiB.")
+        return doubtful("free disk", found, "Enough to start, but checkpoints of a large model take tens of GiB.")
     return good("free disk", found)
 
 
