@@ -11,8 +11,8 @@ The loop receives what the agents send, decides, and carries out the orders. Sta
          | or a signal                      | a signal, a hang, stdout closed      |
          +--------------------------------> ending --agents are done, or give up --+
 
-An elastic job forms one generation after the other while it runs (generations.py); other jobs have one. Everything happens in
-one thread, in `JobRun.run`; only the Screen and the Discovery have threads of their own.
+An elastic job forms one generation after the other while it runs (generations.py); other jobs have one per start. Everything
+happens in one thread, in `JobRun.run`; only the Screen and the Discovery have threads of their own.
 
     event                              decision                                       orders
     a message of an agent              `on_message`                                   Tell, Open, Close: `_carry_out`
@@ -75,8 +75,8 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
             f"--min-np {options.min_processes} is more than the {num_processes} processes to start with: "
             f"lower it, or raise -np."
         )
-    placements = place_ranks(hosts, num_processes)
-    here = [placement.host.name for placement in placements if placement.host.is_local]
+    placed = place_ranks(hosts, num_processes)
+    here = [host.name for host in placed if host.is_local]
     if len(here) > 1:
         _logger.warning(
             f"{' and '.join(here)} are this machine: taken for {len(here)} hosts, whose ranks share its cores, and its GPUs "
@@ -84,10 +84,10 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
             extra={"sender": options.program},
         )
     if options.is_dry_run:
-        print(_plan(options, hosts, num_processes))
+        print(_plan(options, placed))
         return 0
     # Not started before this line: everything above can be wrong without a trace on any host.
-    return run_job(options, SshHosts(options, hosts, num_processes), len(placements), num_processes)
+    return run_job(options, SshHosts(options, hosts, num_processes), len(placed), num_processes)
 
 
 def run_job(
@@ -111,14 +111,13 @@ def run_job(
 def _print_elastic_plan(options: RunOptions, source: Source) -> None:
     now = source.ask()
     print(f"elastic: at least {options.min_ranks} ranks; hosts from {source.name}; with the hosts of this moment:")
-    print(_plan(options, now, min(options.max_ranks, sum(host.slots for host in now))))
+    print(_plan(options, place_ranks(now, min(options.max_ranks, sum(host.slots for host in now)))))
 
 
-def _plan(options: RunOptions, hosts: Sequence[Host], num_processes: int) -> str:
-    placements = place_ranks(hosts, num_processes)
+def _plan(options: RunOptions, placed: Sequence[Host]) -> str:
     return describe_plan(
-        placements,
-        [agent_command(placement.host, options) for placement in placements],
+        placed,
+        [agent_command(host, options) for host in placed],
         command=options.command,
         workdir=options.workdir,
         given=options.given_env,

@@ -28,6 +28,7 @@ from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision,
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import RunOptions
+from megaclass_launch.placement import places_on
 from megaclass_launch.signals import InterruptLadder
 from megaclass_launch.wire.protocol import Message, Why, silence_limits
 
@@ -359,7 +360,7 @@ class JobState:
         self._orders: list[Order] = []
         if hosts is not None:
             self.hosts.update(hosts)
-            for place in [(host.name, slot) for host in hosts for slot in range(host.slots)]:
+            for place in places_on(hosts):
                 self.ranks.add(*place, self.printed_at, rank=len(self.ranks.rows))
 
     @property

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from megaclass_launch.driver.agent_pipe import Process, started_process
 from megaclass_launch.driver.output import DriverMessages
@@ -175,8 +174,7 @@ class SshHosts:
         self._options, self._hosts, self._num_processes = options, [*hosts], num_processes
 
     def placed(self, signals: SignalQueue) -> list[Host]:
-        placements = place_ranks(self._hosts, self._num_processes)
-        return [replace(placement.host, slots=len(placement.worlds)) for placement in placements]
+        return place_ranks(self._hosts, self._num_processes)
 
     def start_agent(self, host: Host, messages: DriverMessages) -> Process:
         command = agent_command(host, self._options)

@@ -27,7 +27,7 @@ from megaclass_launch.hosts import Host
 from megaclass_launch.launchers.ssh import this_machine
 from megaclass_launch.operating_system import readable
 from megaclass_launch.options import FAULT_GRACE_S, RunOptions
-from megaclass_launch.placement import job_environment, place_ranks, rank_environment, without_other_starters
+from megaclass_launch.placement import job_environment, rank_environment, without_other_starters, worlds_of
 from megaclass_launch.rank_status import FD_NAME, LookClock, StatusPage
 from megaclass_launch.rendezvous.addresses import hold_store_port, offer_store_socket, reserve_port
 from megaclass_launch.rendezvous.job_secret import new_secret
@@ -73,10 +73,9 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         contextlib.closing(offer_store_socket(store, "127.0.0.1")) as offer,
         Supervisor(secrets.token_hex(8), grace_s=FAULT_GRACE_S, adopts=False) as supervisor,
     ):
-        [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
         shared = job_environment(new_secret(), store.getsockname()[1], offer.name)
         pages: dict[int, StatusPage] = {}
-        for world in placement.worlds:
+        for world in worlds_of([("localhost", slot) for slot in range(num_processes)]):
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
             base = {**threads, **without_other_starters(env)}
