@@ -25,7 +25,7 @@ class Host:
     is_local: bool = False
     """This machine, which needs no ssh."""
     address: str = ""
-    """Where other hosts reach it, if that is known in advance."""
+    """Address at which other hosts reach it, if that is known in advance."""
 
 
 def given_hosts(listed: str | None, hostfile: Path | None) -> list[Host]:
