@@ -293,7 +293,10 @@ class TestCommand:
 
     def test_a_folder_without_the_fonts_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "empty").mkdir()
-        for folder, said in (("nowhere", "there is no such folder"), ("empty", "lists the fonts and says how to get them")):
+        for folder, said in (
+            ("nowhere", "there is no such folder"),
+            ("empty", "lists the fonts and says how to get them"),
+        ):
             command = ["data", "glyphs", "--fonts", str(tmp_path / folder), "--out", str(tmp_path / "out")]
             assert main(command) == 2
             told = capsys.readouterr().err

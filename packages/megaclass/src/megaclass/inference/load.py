@@ -291,7 +291,9 @@ def pull(address: str) -> Path:
         raise CheckpointError(f"Cannot read {address!r}: expected hf://user/name or hf://user/name@revision.")
     hub = hub_library(f"Opening {address}")
     try:
-        folder = Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=[*_MODELS, *_DESCRIPTIONS]))
+        folder = Path(
+            hub.snapshot_download(repository, revision=revision or None, allow_patterns=[*_MODELS, *_DESCRIPTIONS])
+        )
     # The library and its HTTP client raise many types, without a common base class.
     except Exception as error:
         raise CheckpointError(
