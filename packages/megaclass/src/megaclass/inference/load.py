@@ -271,7 +271,8 @@ def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
 
 HUB_PREFIX = "hf://"
 # The model in any of its forms, and what describes it. Nothing else of a repository is fetched, and no code.
-_FILES = ("config.json", "README.md", "centres.safetensors", "model.safetensors", "model.onnx", "backbone.pth")
+_DESCRIPTIONS = ("config.json", "README.md", "centres.safetensors", "classes.txt", "classifier.onnx.data")
+_MODELS = ("model.safetensors", "model.onnx", "classifier.onnx", "backbone.pth")
 
 
 def hub_library(purpose: str) -> Any:
@@ -290,14 +291,16 @@ def pull(address: str) -> Path:
         raise CheckpointError(f"Cannot read {address!r}: expected hf://user/name or hf://user/name@revision.")
     hub = hub_library(f"Opening {address}")
     try:
-        folder = Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(_FILES)))
+        folder = Path(
+            hub.snapshot_download(repository, revision=revision or None, allow_patterns=[*_MODELS, *_DESCRIPTIONS])
+        )
     # The library and its HTTP client raise many types, without a common base class.
     except Exception as error:
         raise CheckpointError(
             f"Cannot fetch {address} from the Hugging Face Hub: {str(error).strip() or type(error).__name__}"
         ) from error
-    if not any((folder / name).is_file() for name in _FILES[3:]):
+    if not any((folder / name).is_file() for name in _MODELS):
         raise CheckpointError(
-            f"{address} holds no model of Megaclass: expected {', '.join(_FILES[3:])}. `megaclass push` publishes one."
+            f"{address} holds no model of Megaclass: expected {', '.join(_MODELS)}. `megaclass push` publishes one."
         )
     return folder
