@@ -104,12 +104,20 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed $(PROJECTS)
 # Without its dependencies: it asks for Pillow below 13, and the tests should run on the newest. These are what it imports besides.
 TRACKIO := trackio gradio-client orjson python-multipart brotli websockets
 
+# What reads the packs of `export --to insightface`, without their dependencies (other frameworks), and with what they import.
+FACES := insightface uniface deepface scikit-image lazy_loader pandas gdown
+# A server of S3 buckets, and the client that fsspec uses.
+BUCKETS := 'moto[s3]' flask flask-cors s3fs
+
 $(VENV)/.dev-installed: $(VENV)/.torch-installed $(PROJECTS)
 	$(call install,the three packages and the tools of their tests,--editable packages/launch --editable packages/horovod --editable "packages/megaclass[ui$(COMMA)onnx$(COMMA)dev]")
 	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
 	@$(PIP) --quiet --editable "packages/horovod[tensorflow]" || echo "TensorFlow could not be installed."
 	@echo "Installing trackio, which is optional, too."
 	@$(PIP) --quiet --no-deps $(TRACKIO) || echo "trackio could not be installed."
+	@echo "Installing insightface, uniface, deepface, moto and s3fs, which are optional as well."
+	@$(PIP) --quiet --no-deps $(FACES) || echo "insightface, uniface and deepface could not be installed."
+	@$(PIP) --quiet $(BUCKETS) || echo "moto and s3fs could not be installed."
 	@touch $@ $(VENV)/.demo-installed
 
 COMMA := ,

@@ -106,15 +106,22 @@ def time_centres(num_classes: int, width: int, device: str) -> None:
     num_doubled = num_classes // 1000
     rows[-num_doubled:] = rows[:num_doubled] + 0.3 * torch.randn(num_doubled, width, generator=generator, device=device)
     rows = torch.nn.functional.normalize(rows)
+    seconds = []
     for _ in range(2):  # the first includes start-up
         started = time.monotonic()
         with full_precision():
-            first, _ = close_pairs(rows, 0.5)
+            first, second = close_pairs(rows, 0.5)
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds = time.monotonic() - started
+        seconds.append(time.monotonic() - started)
+    num_right = int((second - first == num_classes - num_doubled).sum())
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
-        f"{num_classes:,} centres of {width} numbers on {device}: {seconds:.1f} s, {len(first):,} of {num_doubled:,} pairs"
+        "| centres | numbers each | device | first s | second s | doubled found | others found |\n|---|---|---|---|---|---|---|"
+    )
+    print(
+        f"| {num_classes:,} | {width} | {name} | {seconds[0]:.1f} | {seconds[1]:.1f} | {num_right:,} of {num_doubled:,} "
+        f"| {len(first) - num_right:,} |"
     )
 
 

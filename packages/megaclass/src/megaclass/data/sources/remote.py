@@ -137,7 +137,7 @@ def _fetch_file(files: Any, info: dict[str, Any], target: Path) -> None:
         # Listings of web servers have neither sizes nor versions.
         info = _with_retries(lambda: files.info(path), path)
     size: int | None = info.get("size")
-    versions = [str(info.get(key)) for key in ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "last_commit")]
+    versions = [str(info.get(key)) for key in ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "blob_id")]
     digest = hashlib.sha256(json.dumps([path, size, *versions]).encode()).hexdigest()[:16]
     unfinished = target.with_name(f".{target.name}.{digest}.part")
     if target.is_file() and (size is None or target.stat().st_size == size):
@@ -171,7 +171,9 @@ def _gives_ranges(files: Any, path: str) -> bool:
 
 
 def _range(files: Any, path: str, start: int, stop: int) -> bytes:
-    content: bytes = files.cat_file(path, start=start, end=stop)
+    # File systems that are not asynchronous, such as hf://, read 5 MiB ahead unless told otherwise.
+    options = {} if files.async_impl else {"cache_type": "none"}
+    content: bytes = files.cat_file(path, start=start, end=stop, **options)
     if len(content) != stop - start:
         raise OSError(f"{len(content):,} bytes came instead of {stop - start:,}")
     return content
@@ -201,6 +203,11 @@ def _with_retries(call: Callable[[], Result], what: str) -> Result:
         # The libraries below fsspec raise many types, without a common base class.
         except Exception as error:
             shown = str(error) or type(error).__name__
+            if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+                raise DataError(
+                    f"Cannot read {what}: {shown}. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public place "
+                    f"FSSPEC_S3='{{\"anon\": true}}'."
+                ) from error
             # Answers 400 to 499 mean that the request is wrong, except "timeout" and "too many requests".
             status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
             if attempt == _NUM_ATTEMPTS or (status in range(400, 500) and status not in (408, 429)):
