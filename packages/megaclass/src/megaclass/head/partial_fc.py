@@ -761,9 +761,10 @@ def choose_engine(
     if obstacle is None and (device.type == "cuda" or name == _FUSED):
         # Imported here: Triton need not be installed.
         from megaclass.head.gpu import kernel
-        from megaclass.head.gpu.step import FusedStep
+        from megaclass.head.gpu.step import FusedImagesStep, FusedStep
 
-        return FusedStep, kernel
+        is_usual = settings.is_cosine and settings.max_labels == 1 and not settings.is_weighted
+        return FusedImagesStep if is_usual and settings.loss == "softmax" else FusedStep, kernel
     if name == _FUSED:
         raise HeadError(f"kernel={_FUSED!r} cannot run here: {obstacle}. Use kernel='auto', or remove that obstacle.")
     if device.type == "cuda":
@@ -783,11 +784,15 @@ def fused_obstacle(settings: HeadSettings, device: torch.device, *, dtype: torch
         return f"it needs compute capability 8.0 or later, and {torch.cuda.get_device_name(device)} has {capability}"
     if dtype == torch.float64:
         return "it computes in float32, and storage is 'float64'"
-    from megaclass.head.gpu.kernel import MAX_LOGIT
+    from megaclass.head.gpu.kernel import MAX_LABELS, MAX_LOGIT
 
     margin = settings.margin
-    if margin.logit_bound() > MAX_LOGIT:
+    if settings.is_cosine and margin.logit_bound() > MAX_LOGIT:
         return f"it takes logits up to {MAX_LOGIT:g}, and those of {margin} reach {margin.logit_bound():g}"
     if not margin.touches_only_target and not isinstance(margin, CurricularFace):
         return f"{type(margin).__name__} changes the negatives' logits in a way it does not know"
-    return settings.unfused()
+    if settings.max_labels > MAX_LABELS:
+        return f"it takes up to {MAX_LABELS} labels per image, and max_labels is {settings.max_labels}"
+    if settings.loss == "sigmoid":
+        return "it does not know the loss sigmoid"
+    return "it does not know label_smoothing" if settings.label_smoothing else None

@@ -33,6 +33,10 @@ from megaclass.triton_launch import launch
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.
 _UNSHIFTED_LOGIT = 64.0
 MAX_LOGIT = 128.0
+# Inner products have no bound, and are not shifted. Larger sums of their exponentials are a fault: gradients might overflow.
+MAX_INNER_LOGIT = 80.0
+MAX_LABELS = 16
+"""Labels per image: the program has a comparison for each."""
 
 _ALIGNED = 32
 """Rows of a product are a multiple of this; so are tiles of classes."""
@@ -193,6 +197,8 @@ class _Run:
                 problem.filter_above if problem.filter_above is not None else 0.0,
                 WIDTH=self.width,
                 M=num_subcentres,
+                P=problem.max_labels,
+                BLOCK_P=next_power_of_2(problem.max_labels),
                 HAS_FILTER=problem.filter_above is not None,
                 IS_CURRICULAR=problem.curriculum is not None,
                 BLOCK_G=tiles.images,
@@ -230,6 +236,7 @@ class _Run:
             WIDTH=self.width,
             M=problem.num_subcentres,
             IS_SAMPLED=problem.classes_S is not None,
+            IS_COSINE=problem.is_cosine,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
             num_warps=8,
@@ -246,7 +253,7 @@ def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
 
 
 def _shift(problem: Problem) -> float:
-    return max(0.0, problem.logit_bound - _UNSHIFTED_LOGIT)
+    return max(0.0, problem.logit_bound - _UNSHIFTED_LOGIT) if problem.is_cosine else 0.0
 
 
 def operand_width(dim: int, dtype: torch.dtype) -> int:

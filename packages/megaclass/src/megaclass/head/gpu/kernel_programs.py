@@ -22,6 +22,7 @@ def unit_centres(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     IS_SAMPLED: tl.constexpr,
+    IS_COSINE: tl.constexpr,  # otherwise rows stay as they are
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -38,11 +39,13 @@ def unit_centres(
     source = class_ids * M + rows // plane
     inside = is_row[:, None] & (columns < D)[None, :]
     values = tl.load(weight + source[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    squares = tl.sum(values * values, 1)
-    inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
+    if IS_COSINE:
+        squares = tl.sum(values * values, 1)
+        inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
+        values = values * inverse[:, None]
     target = unit + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     written = (rows < plane * M)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(target, (values * inverse[:, None]).to(unit.dtype.element_ty), mask=written)
+    tl.store(target, values.to(unit.dtype.element_ty), mask=written)
 
 
 @triton.jit(do_not_specialize=["first_slot", "num_slots"])
@@ -52,7 +55,7 @@ def exponentials(
     exps,  # (G, M * P), out
     masses,  # (SPLITS, G) float32, out: partial sums over classes
     won,  # (M * P,) int32, out if M > 1: some image's closest sub-centre
-    target_slots,  # (G,) int64, -1 if not on this rank
+    target_slots,  # (G * P,) int64, -1 if not on this rank
     class_weights,  # (S,) float32, or None
     num_drawn,  # () int32: slots from this one on are padding; or None
     has_direction,  # (G,) bool, where M > 1: not padding, not of length zero
@@ -67,6 +70,8 @@ def exponentials(
     filter_above,
     WIDTH: tl.constexpr,
     M: tl.constexpr,
+    P: tl.constexpr,  # labels per image
+    BLOCK_P: tl.constexpr,
     HAS_FILTER: tl.constexpr,
     IS_CURRICULAR: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -87,12 +92,17 @@ def exponentials(
     split = tl.program_id(0) // num_image_tiles
     rows = image_0 + tl.arange(0, BLOCK_G)
     is_row = rows < num_images
-    slots = tl.load(target_slots + rows, mask=is_row, other=-1)
-    # Targets of other chunks become -1: they can meet no column.
+    if P == 1:
+        slots = tl.load(target_slots + rows, mask=is_row, other=-1)
     if num_drawn is not None:
         num_slots = tl.minimum(num_slots, tl.load(num_drawn) - first_slot)
-    is_here = (slots >= first_slot) & (slots < first_slot + num_slots)
-    places = tl.where(is_here, slots - first_slot, -1).to(tl.int32)
+    if P == 1:
+        # Targets of other chunks become -1: they can meet no column.
+        is_here = (slots >= first_slot) & (slots < first_slot + num_slots)
+        places = tl.where(is_here, slots - first_slot, -1).to(tl.int32)
+    else:
+        # Several labels per image would take too many registers: those that meet a tile are read there.
+        places = target_slots + rows * P
     sums = tl.zeros((BLOCK_G,), tl.float32)
     for tile in tl.range(split, tl.cdiv(plane, BLOCK_S), SPLITS, flatten=FLATTEN):
         slot_0 = tile * BLOCK_S
@@ -116,37 +126,43 @@ def exponentials(
             for m in range(M):
                 has_won = tl.max(((winners == m) & counts[:, None]).to(tl.int32), 0)
                 tl.atomic_max(won + m * plane + columns, has_won, mask=columns < num_slots)
+        num_targets = 0
+        if P > 1:
+            labels = tl.arange(0, BLOCK_P)
+            targets = tl.load(places[:, None] + labels[None, :], mask=is_row[:, None] & (labels < P)[None, :], other=-1)
+            first = first_slot + slot_0
+            num_targets = tl.sum(tl.sum(((targets >= first) & (targets < first + BLOCK_S)).to(tl.int32), 1), 0)
         if PARTS == 1:
             sums += _store_exponentials(
-                cosines, winners, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
+                cosines, winners, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0, slot_0,
                 first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S,
+                M, P, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S,
             )  # fmt: skip
         else:
             # Half the columns at a time: the tile on its way to memory takes half the shared memory.
             halves = tl.permute(tl.reshape(cosines, (BLOCK_G, 2, BLOCK_S // 2)), (0, 2, 1))
             left, right = tl.split(halves)
             sums += _store_exponentials(
-                left, left, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
+                left, left, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0, slot_0,
                 first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
+                M, P, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
             )  # fmt: skip
             sums += _store_exponentials(
-                right, right, exps, class_weights, places, borders, hardness, rows, is_row, image_0,
+                right, right, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0,
                 slot_0 + BLOCK_S // 2, first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
+                M, P, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
             )  # fmt: skip
     tl.store(masses + split * num_images + rows, sums, mask=is_row)
 
 
 @triton.jit
 def _store_exponentials(
-    cosines, winners, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
+    cosines, winners, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0, slot_0,
     first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-    M: tl.constexpr, HAS_FILTER: tl.constexpr, IS_CURRICULAR: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    M: tl.constexpr, P: tl.constexpr, HAS_FILTER: tl.constexpr, IS_CURRICULAR: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile and returns its row sums."""
+    """Writes one tile and returns its row sums. places: columns of the targets; their address if there are several per row."""
     columns = slot_0 + tl.arange(0, WIDTH)
     is_slot = columns < num_slots
     if HAS_FILTER:
@@ -163,7 +179,12 @@ def _store_exponentials(
     if class_weights is not None:
         biases += tl.log2(tl.load(class_weights + first_slot + columns, mask=is_slot, other=0.0))
     values = tl.exp2(logits * scale_log2 + biases[None, :])
-    if class_weights is not None:
+    if P > 1:
+        if num_targets > 0:
+            for label in tl.static_range(P):
+                target = tl.load(places + label, mask=is_row, other=-1)
+                values = tl.where((first_slot + columns)[None, :] == target[:, None], 0.0, values)
+    elif class_weights is not None:
         values = tl.where(columns[None, :] == places[:, None], 0.0, values)
     else:
         # Few tiles hold a target; without weights to wait for, asking is cheaper than comparing every element.
