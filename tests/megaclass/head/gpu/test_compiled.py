@@ -32,8 +32,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         {"dtype": "fp32"},
         {"has_weights": True, "has_filter": True, "is_curricular": True},
         {"num_subcentres": 3},
-        {"num_labels": 8},
-        {"num_labels": 16, "has_weights": True},
+        {"has_tile_sums": True},
+        {"has_tile_sums": True, "has_weights": True},
     ],
     ids=["plain", "float32", "laden", "sub-centres", "labels", "labels, laden"],
 )
@@ -105,6 +105,15 @@ def test_images_are_listed_by_row_on_every_supported_gpu(capability: int):
         assert compile_for(capability, program, types, constants).spilled_bytes == 0
 
 
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_several_labels_are_cleared_on_every_supported_gpu(capability: int):
+    types = {
+        "exps": "*bf16", "masses": "*fp32", "target_slots": "*i64", "first_slot": "i32", "num_slots": "i32",
+        "num_images": "i32", "plane": "i32", "num_labels": "i32",
+    }  # fmt: skip
+    assert compile_for(capability, triton_programs.clear_targets, types, {"M": 3, "BLOCK_S": 128}).spilled_bytes == 0
+
+
 @pytest.mark.parametrize("kind", ["cosine", "angle", "straight-through"])
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: str):
@@ -118,7 +127,7 @@ def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: s
 
 def exponentials_usage(
     capability: int, tiles: Tiles, *, dtype: str = "bf16", num_subcentres: int = 1, is_curricular: bool = False,
-    has_weights: bool = True, has_filter: bool = False, width: int = 512, num_labels: int = 1,
+    has_weights: bool = True, has_filter: bool = False, width: int = 512, has_tile_sums: bool = False,
 ) -> Usage:  # fmt: skip
     exp_dtype, by_descriptor = "bf16" if dtype == "fp16" else dtype, capability >= 90
 
@@ -135,8 +144,8 @@ def exponentials_usage(
         "plane": "i32", "scale_log2": "fp32", "shift_log2": "fp32", "filter_above": "fp32",
     }  # fmt: skip
     constants = {
-        "WIDTH": width, "M": num_subcentres, "P": num_labels, "BLOCK_P": num_labels, "HAS_FILTER": has_filter,
-        "IS_CURRICULAR": is_curricular, "BLOCK_G": tiles.images, "BLOCK_S": tiles.classes, "BLOCK_D": tiles.width,
+        "WIDTH": width, "M": num_subcentres, "HAS_FILTER": has_filter,
+        "IS_CURRICULAR": is_curricular, "HAS_TILE_SUMS": has_tile_sums, "BLOCK_G": tiles.images, "BLOCK_S": tiles.classes, "BLOCK_D": tiles.width,
         "SPLITS": 16, "FLATTEN": tiles.flatten, "PARTS": tiles.parts, "BY_DESCRIPTOR": by_descriptor,
     }  # fmt: skip
     for name, is_used in (

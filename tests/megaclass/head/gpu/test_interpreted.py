@@ -158,6 +158,7 @@ def test_every_margin_trains_as_a_float64_head_does(name):
         "several labels",
         "several labels, some drawn",
         "several labels, sub-centres, weights",
+        "several labels, recompute",
         "decoupled",
         "weighted",
         "adaface, several labels",
@@ -188,6 +189,7 @@ def test_every_option_trains_as_a_float64_head_does(name):
         "several labels": {"max_labels": 2},
         "several labels, some drawn": {"max_labels": 3, "sample_rate": 0.4},
         "several labels, sub-centres, weights": {"max_labels": 2, "num_subcentres": 2, "weighted": True},
+        "several labels, recompute": {"max_labels": 2, "stored_bytes": 0, "num_classes": 100},
         "decoupled": {"max_labels": 2, "loss": "decoupled", "sample_rate": 0.5, "correct_sampling": True},
         "weighted": {"weighted": True},
         "adaface, several labels": {"max_labels": 2, "margin": AdaFace(scale=16)},
@@ -201,10 +203,26 @@ def test_every_option_trains_as_a_float64_head_does(name):
 
 
 @interpreted
+def test_labels_that_outweigh_all_negatives_take_none_of_their_sum_away():
+    """Subtracting exp(45) from the sum would leave nothing of the negatives."""
+    losses, gradients = [], []
+    for kernel, dtype in (("chunked", torch.float64), ("triton_fused", torch.float32)):
+        head = new_head(kernel, max_labels=2, margin="cosface")
+        x = torch.nn.functional.normalize(new_head("chunked").centres(torch.tensor([3, 40])), dim=1).sum(0, keepdim=True)
+        leaf = x.to(dtype).requires_grad_()
+        loss = head(leaf, torch.tensor([[3, 40]]))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(leaf.grad.double())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert_close(gradients[1:], gradients[:1], 1e-4)
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("options", "obstacle"),
     [
-        ({"max_labels": 17}, "it takes up to 16 labels per image, and max_labels is 17"),
+        ({"max_labels": 2, "filter_above": 0.5}, "it takes filter_above with one label per image only"),
         ({"loss": "sigmoid", "margin": "arcface"}, "it does not know the loss sigmoid"),
         ({"label_smoothing": 0.1}, "it does not know label_smoothing"),
     ],
@@ -346,14 +364,14 @@ def _train_on_ranks(kernel: str, options: dict[str, Any]) -> tuple[list[float], 
 @pytest.mark.parametrize("name", ["all classes", "half", "curricular, sizes unknown", "sub-centres", "inner products"])
 def test_the_same_model_and_measures_on_any_number_of_ranks(run_ranks, name):
     """The measures of a float64 head are compared with a dense classifier in head/test_stats.py, for each number of ranks."""
-    from megaclass import CurricularFace
+    from megaclass import CurricularFace, NormalisedSoftmax
 
     options: dict[str, Any] = {
         "all classes": {},
         "half": {"sample_rate": 0.5},
         "curricular, sizes unknown": {"margin": CurricularFace(scale=16), "max_batch": None, "sample_rate": 0.5},
         "sub-centres": {"num_subcentres": 2},
-        "inner products": {"similarity": "inner", "max_labels": 2},
+        "inner products": {"similarity": "inner", "margin": NormalisedSoftmax(scale=8.0), "max_labels": 2},
     }[name]
     ((numbers, grads, centres),) = run_ranks(1, _train_on_ranks, "chunked", options)
     for size in (1, 3) if name == "half" else (3,):

@@ -784,15 +784,15 @@ def fused_obstacle(settings: HeadSettings, device: torch.device, *, dtype: torch
         return f"it needs compute capability 8.0 or later, and {torch.cuda.get_device_name(device)} has {capability}"
     if dtype == torch.float64:
         return "it computes in float32, and storage is 'float64'"
-    from megaclass.head.gpu.kernel import MAX_LABELS, MAX_LOGIT
+    from megaclass.head.gpu.kernel import MAX_LOGIT
 
     margin = settings.margin
     if settings.is_cosine and margin.logit_bound() > MAX_LOGIT:
         return f"it takes logits up to {MAX_LOGIT:g}, and those of {margin} reach {margin.logit_bound():g}"
     if not margin.touches_only_target and not isinstance(margin, CurricularFace):
         return f"{type(margin).__name__} changes the negatives' logits in a way it does not know"
-    if settings.max_labels > MAX_LABELS:
-        return f"it takes up to {MAX_LABELS} labels per image, and max_labels is {settings.max_labels}"
+    if settings.max_labels > 1 and settings.filter_above is not None:
+        return "it takes filter_above with one label per image only"
     if settings.loss == "sigmoid":
         return "it does not know the loss sigmoid"
     return "it does not know label_smoothing" if settings.label_smoothing else None

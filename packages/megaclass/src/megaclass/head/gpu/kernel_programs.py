@@ -53,9 +53,9 @@ def exponentials(
     images,  # (G, WIDTH), like the next two a descriptor or a pointer
     centres,  # (M * P, WIDTH)
     exps,  # (G, M * P), out
-    masses,  # (SPLITS, G) float32, out: partial sums over classes
+    masses,  # (SPLITS, G) float32, out: partial sums over classes; a row for each tile with HAS_TILE_SUMS
     won,  # (M * P,) int32, out if M > 1: some image's closest sub-centre
-    target_slots,  # (G * P,) int64, -1 if not on this rank
+    target_slots,  # (G,) int64, -1 if not on this rank
     class_weights,  # (S,) float32, or None
     num_drawn,  # () int32: slots from this one on are padding; or None
     has_direction,  # (G,) bool, where M > 1: not padding, not of length zero
@@ -70,10 +70,9 @@ def exponentials(
     filter_above,
     WIDTH: tl.constexpr,
     M: tl.constexpr,
-    P: tl.constexpr,  # labels per image
-    BLOCK_P: tl.constexpr,
     HAS_FILTER: tl.constexpr,
     IS_CURRICULAR: tl.constexpr,
+    HAS_TILE_SUMS: tl.constexpr,  # for several labels: targets stay, and clear_targets follows
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -92,20 +91,19 @@ def exponentials(
     split = tl.program_id(0) // num_image_tiles
     rows = image_0 + tl.arange(0, BLOCK_G)
     is_row = rows < num_images
-    if P == 1:
-        slots = tl.load(target_slots + rows, mask=is_row, other=-1)
+    slots = tl.load(target_slots + rows, mask=is_row, other=-1)
+    # Targets of other chunks become -1: they can meet no column.
     if num_drawn is not None:
         num_slots = tl.minimum(num_slots, tl.load(num_drawn) - first_slot)
-    if P == 1:
-        # Targets of other chunks become -1: they can meet no column.
-        is_here = (slots >= first_slot) & (slots < first_slot + num_slots)
-        places = tl.where(is_here, slots - first_slot, -1).to(tl.int32)
-    else:
-        # Several labels per image would take too many registers: those that meet a tile are read there.
-        places = target_slots + rows * P
+    is_here = (slots >= first_slot) & (slots < first_slot + num_slots)
+    places = tl.where(is_here, slots - first_slot, -1).to(tl.int32)
+    if HAS_TILE_SUMS:
+        places = tl.full((BLOCK_G,), -1, tl.int32)
     sums = tl.zeros((BLOCK_G,), tl.float32)
     for tile in tl.range(split, tl.cdiv(plane, BLOCK_S), SPLITS, flatten=FLATTEN):
         slot_0 = tile * BLOCK_S
+        if HAS_TILE_SUMS:
+            sums = tl.zeros((BLOCK_G,), tl.float32)
         cosines = tl.zeros((BLOCK_G, BLOCK_S), tl.float32)
         for k in range(0, WIDTH, BLOCK_D):
             x = _load_tile(images, image_0, k, num_images, BLOCK_G, BLOCK_D, WIDTH, BY_DESCRIPTOR)
@@ -126,43 +124,74 @@ def exponentials(
             for m in range(M):
                 has_won = tl.max(((winners == m) & counts[:, None]).to(tl.int32), 0)
                 tl.atomic_max(won + m * plane + columns, has_won, mask=columns < num_slots)
-        num_targets = 0
-        if P > 1:
-            labels = tl.arange(0, BLOCK_P)
-            targets = tl.load(places[:, None] + labels[None, :], mask=is_row[:, None] & (labels < P)[None, :], other=-1)
-            first = first_slot + slot_0
-            num_targets = tl.sum(tl.sum(((targets >= first) & (targets < first + BLOCK_S)).to(tl.int32), 1), 0)
         if PARTS == 1:
             sums += _store_exponentials(
-                cosines, winners, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0, slot_0,
+                cosines, winners, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
                 first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, P, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S,
+                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S,
             )  # fmt: skip
         else:
             # Half the columns at a time: the tile on its way to memory takes half the shared memory.
             halves = tl.permute(tl.reshape(cosines, (BLOCK_G, 2, BLOCK_S // 2)), (0, 2, 1))
             left, right = tl.split(halves)
             sums += _store_exponentials(
-                left, left, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0, slot_0,
+                left, left, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
                 first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, P, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
+                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
             )  # fmt: skip
             sums += _store_exponentials(
-                right, right, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0,
+                right, right, exps, class_weights, places, borders, hardness, rows, is_row, image_0,
                 slot_0 + BLOCK_S // 2, first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-                M, P, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
+                M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
             )  # fmt: skip
-    tl.store(masses + split * num_images + rows, sums, mask=is_row)
+        if HAS_TILE_SUMS:
+            tl.store(masses + tile * num_images + rows, sums, mask=is_row)
+    if not HAS_TILE_SUMS:
+        tl.store(masses + split * num_images + rows, sums, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["first_slot", "num_slots"])
+def clear_targets(
+    exps,  # (G, M * P), in and out
+    masses,  # (tiles, G) float32, in and out
+    target_slots,  # (G * num_labels,) int64, -1 if not on this rank
+    first_slot,
+    num_slots,
+    num_images,
+    plane,
+    num_labels,
+    M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Takes an image's labels out of the negatives, in the tile that holds one of them. One program per label.
+
+    The row sum of the tile is formed again from what is left: subtracting a large target from it would lose the rest. Programs
+    of several labels in one tile write the same.
+    """
+    image = tl.program_id(0) // num_labels
+    slot = tl.load(target_slots + tl.program_id(0)) - first_slot
+    if (slot >= 0) & (slot < num_slots):
+        tile = slot // BLOCK_S
+        columns = tile * BLOCK_S + tl.arange(0, BLOCK_S)
+        is_target = columns == slot
+        for label in range(num_labels):
+            is_target = is_target | (columns == tl.load(target_slots + image * num_labels + label) - first_slot)
+        total = 0.0
+        for m in tl.static_range(M):
+            cells = exps + (image.to(tl.int64) * M + m) * plane + columns
+            total += tl.sum(tl.where(is_target, 0.0, tl.load(cells).to(tl.float32)), 0)
+            tl.store(cells, tl.zeros((BLOCK_S,), exps.dtype.element_ty), mask=is_target)
+        tl.store(masses + tile * num_images + image, total)
 
 
 @triton.jit
 def _store_exponentials(
-    cosines, winners, exps, class_weights, places, num_targets, borders, hardness, rows, is_row, image_0, slot_0,
+    cosines, winners, exps, class_weights, places, borders, hardness, rows, is_row, image_0, slot_0,
     first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
-    M: tl.constexpr, P: tl.constexpr, HAS_FILTER: tl.constexpr, IS_CURRICULAR: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    M: tl.constexpr, HAS_FILTER: tl.constexpr, IS_CURRICULAR: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile and returns its row sums. places: columns of the targets; their address if there are several per row."""
+    """Writes one tile and returns its row sums."""
     columns = slot_0 + tl.arange(0, WIDTH)
     is_slot = columns < num_slots
     if HAS_FILTER:
@@ -179,12 +208,7 @@ def _store_exponentials(
     if class_weights is not None:
         biases += tl.log2(tl.load(class_weights + first_slot + columns, mask=is_slot, other=0.0))
     values = tl.exp2(logits * scale_log2 + biases[None, :])
-    if P > 1:
-        if num_targets > 0:
-            for label in tl.static_range(P):
-                target = tl.load(places + label, mask=is_row, other=-1)
-                values = tl.where((first_slot + columns)[None, :] == target[:, None], 0.0, values)
-    elif class_weights is not None:
+    if class_weights is not None:
         values = tl.where(columns[None, :] == places[:, None], 0.0, values)
     else:
         # Few tiles hold a target; without weights to wait for, asking is cheaper than comparing every element.
