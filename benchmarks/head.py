@@ -246,6 +246,8 @@ def variants(num_classes: int, device: torch.device, size: int) -> list[tuple[st
         ("weights", {"weights": torch.ones(size, device=device)}, None),
         ("inner products, bias", {**inner, "bias": True}, None),
         ("ArcFace, a tenth uniform", {"sample_rate": 0.1}, None),
+        # What the programs over images save: with weights this work is plain PyTorch.
+        ("weights, a tenth uniform", {"sample_rate": 0.1, "weights": torch.ones(size, device=device)}, None),
         ("ArcFace, a tenth in-batch", in_batch, None),
         ("UniFace", {"margin": UniFace(scale=SCALE)}, 1.05),
         ("SphereFace2", {"margin": SphereFace2()}, 1.05),

@@ -3,10 +3,10 @@
     megaclass data glyphs --classes 3000 --out datasets/glyphs-small
     python benchmarks/rare_classes.py --data datasets/glyphs-small --out benchmarks/rare_classes.md
 
-Every third class is rare: it keeps two or three of its training images. Network, optimizer and augmentation are those of the
-recipe glyphs-small; the head is ArcFace with one margin, or DynamicArcFace. Both get as many candidates, of which the best macro
-top-1 on the rare classes of the validation design is taken (with seed 0). The table has the chosen ones on test A, a design
-that neither training nor the choice has seen, for each seed. An image is classified by its closest centre among all classes.
+Every third class is rare: it keeps two or three of its training images. Network, optimizer and augmentation are those of
+the recipe glyphs-small; the head is ArcFace with one margin, or DynamicArcFace. Both get as many candidates, of which the
+best macro top-1 on the rare classes of the validation design is taken (with seed 0). The table has the chosen ones on test A,
+a design that neither training nor the choice has seen, for each seed. The closest centre answers, among all classes.
 """
 
 import argparse

@@ -104,14 +104,16 @@ def test_answers_by_inner_products_are_those_of_a_dense_product(data, tmp_path):
     best_N3 = np.argsort(-products_NC, axis=1)[:, :3]
     assert [[int(guess.name) for guess in one.guesses] for one in found] == best_N3.tolist()
     np.testing.assert_allclose(
-        [[guess.cosine for guess in one.guesses] for one in found], np.take_along_axis(products_NC, best_N3, 1), rtol=1e-4
+        [[guess.cosine for guess in one.guesses] for one in found],
+        np.take_along_axis(products_NC, best_N3, 1),
+        rtol=1e-4,
     )
     # Lengths count, so turning centres to means of directions would spoil them.
     export_model(run.folder, "safetensors", tmp_path / "weights")
     with safe_open(tmp_path / "weights" / "centres.safetensors", framework="pt") as file:
         assert file.metadata()["similarity"] == "inner"
     save(tmp_path / "more.npy", rows[:2], np.arange(2))
-    with pytest.raises(ConfigError, match="by inner products, for which the mean .* is no centre"):
+    with pytest.raises(ConfigError, match=r"by inner products, for which the mean .* is no centre"):
         add_classes(run.folder, tmp_path / "more.npy", tmp_path / "added")
     pytest.importorskip("onnxruntime")
     export_model(run.folder, "onnx-classifier", tmp_path / "onnx")

@@ -145,7 +145,8 @@ def exponentials_usage(
     }  # fmt: skip
     constants = {
         "WIDTH": width, "M": num_subcentres, "HAS_FILTER": has_filter,
-        "IS_CURRICULAR": is_curricular, "HAS_TILE_SUMS": has_tile_sums, "BLOCK_G": tiles.images, "BLOCK_S": tiles.classes, "BLOCK_D": tiles.width,
+        "IS_CURRICULAR": is_curricular, "HAS_TILE_SUMS": has_tile_sums,
+        "BLOCK_G": tiles.images, "BLOCK_S": tiles.classes, "BLOCK_D": tiles.width,
         "SPLITS": 16, "FLATTEN": tiles.flatten, "PARTS": tiles.parts, "BY_DESCRIPTOR": by_descriptor,
     }  # fmt: skip
     for name, is_used in (
@@ -172,7 +173,8 @@ def update_usage(
         "first_row": "i32", "num_rows": "i32",
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1, "IS_COSINE": is_cosine, "KIND": kind,
+        "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1,
+        "IS_COSINE": is_cosine, "KIND": kind,
         "WEIGHT_DECAY": 5e-4, "CLIP_VALUE": 1.0, "CLIP_ROW_NORM": 1.0, "BETA_1": 0.9, "BETA_2": 0.999,
         "LOG2_BETA_1": -0.152, "LOG2_BETA_2": -0.00144, "EPS": 1e-8,
         "BLOCK_R": 1, "BLOCK_D": 512,

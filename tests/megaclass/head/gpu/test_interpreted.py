@@ -208,7 +208,9 @@ def test_labels_that_outweigh_all_negatives_take_none_of_their_sum_away():
     losses, gradients = [], []
     for kernel, dtype in (("chunked", torch.float64), ("triton_fused", torch.float32)):
         head = new_head(kernel, max_labels=2, margin="cosface")
-        x = torch.nn.functional.normalize(new_head("chunked").centres(torch.tensor([3, 40])), dim=1).sum(0, keepdim=True)
+        x = torch.nn.functional.normalize(new_head("chunked").centres(torch.tensor([3, 40])), dim=1).sum(
+            0, keepdim=True
+        )
         leaf = x.to(dtype).requires_grad_()
         loss = head(leaf, torch.tensor([[3, 40]]))
         loss.backward()

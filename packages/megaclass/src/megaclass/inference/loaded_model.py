@@ -410,9 +410,7 @@ class LoadedModel:
         return scaled
 
     @torch.no_grad()
-    def _embed_inputs(
-        self, images_N3HW: Tensor, mirror: bool, batch_size: int, normalise: bool
-    ) -> NDArray[np.float32]:
+    def _embed_inputs(self, images_N3HW: Tensor, mirror: bool, batch_size: int, normalise: bool) -> NDArray[np.float32]:
         """Embeds what is the network's input already."""
         low, high = (float(value) for value in images_N3HW.aminmax())
         if not (low >= -1.01 and high <= 1.01):
