@@ -184,7 +184,8 @@ def _traced(settings: BackboneConfig, image_size: tuple[int, int], dtype: torch.
     return trace_backbone(lambda: backbone_on_paper(settings, compact_size(image_size)), image_size, dtype)
 
 
-# Of the plain kernel: bytes of one chunk of logits, and passes over logits and centres, fitted to benchmarks/head-h200.md.
+# Of the plain kernel: bytes of one chunk of logits, and passes over logits and centres, fitted to benchmarks/head-h200.md
+# (within 10 % with all classes; a sampled step took up to 1.7 times as long, because its chunks are small).
 _PLAIN_CHUNK_BYTES, _PLAIN_BYTES_PER_LOGIT, _PLAIN_BYTES_PER_NUMBER = 512 << 20, 50, 255
 _NUM_EXPONENTIALS = 3
 """Passes over the exponentials of a step: one writes them, two products read them."""
