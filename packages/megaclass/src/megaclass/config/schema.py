@@ -201,6 +201,10 @@ as drawn; the last two correct the loss for it (logQ)."""
     """Largest number of labels of an image."""
     label_smoothing: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Share of an image's weight that is spread evenly over all classes that are used in the step."""
+    similarity: Literal["cosine", "inner"] = "cosine"
+    """Compares images with centres: by cosines, or by inner products, of which head.scale is the inverse of the temperature."""
+    bias: bool = False
+    """Learn a bias per class, for inner products."""
     kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
@@ -219,6 +223,12 @@ as drawn; the last two correct the loss for it (logQ)."""
             self.require(name, getattr(self, name) is None or self.margin == "combined", needed)
         is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
         self.require("margin_size", is_named_once, "unset if head.m2 is set: both are the angle of the margin combined")
+        is_inner, needed = self.similarity == "inner", "softmax, cosface or your own with head.similarity=inner"
+        self.require("margin", not is_inner or self.margin in ("softmax", "cosface") or ":" in self.margin, needed)
+        needed = "below 64 with head.similarity=inner: the inverse of the temperature, for example 1"
+        self.require("scale", not is_inner or self.scale < 64, needed)
+        self.require("bias", is_inner or not self.bias, "false unless head.similarity is inner")
+        self.require("filter_above", not is_inner or self.filter_above is None, "unset with head.similarity=inner")
         has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
         self.require("gradient", has_choice, f"exact for the margin {self.margin}, which has no other derivative")
         steps = [step for step, _ in self.margin_schedule]

@@ -333,7 +333,8 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
 
 def _own_centres(run: Run, model: Model) -> ClassShard:
     head = model.head
-    shard = ClassShard.of(head.rows()["weight"], head.classes.start, run.classes, len(head.classes))
+    weight, is_cosine = head.rows()["weight"], head.settings.is_cosine
+    shard = ClassShard.of(weight, head.classes.start, run.classes, len(head.classes), is_cosine=is_cosine)
     labels = run.source.labels
     return replace(shard, num_images_C=np.bincount(labels[labels >= 0], minlength=head.num_classes))
 

@@ -28,7 +28,7 @@ from megaclass.progress import progress_bar
 from megaclass.training.model.build import Model
 from megaclass.training.observer import DataErrors
 from megaclass.training.run.run import Run
-from megaclass_launch.errors import UserError
+from megaclass_launch.errors import ConfigError, UserError
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.collectives import gather_blocks
 
@@ -43,6 +43,11 @@ def start_at_class_means(run: Run, model: Model) -> None:
     With sub-centres, the first one of each class starts at the mean and the others at random: equal ones would stay equal.
     Traffic: one all-gather per step, as in the head's forward: W * (16 + max_batch * (8 + D * 4)) bytes.
     """
+    if run.config.head.similarity == "inner":
+        raise ConfigError(
+            "train.init_centres is class_means, but head.similarity is inner: the mean of a class's embeddings is no centre "
+            "for inner products. Leave train.init_centres unset, or name a run."
+        )
     sums_KD = _finite_sums(
         run, model, f"by {run.config.train.init_backbone}", "train.init_backbone is a trained backbone"
     )
@@ -57,8 +62,8 @@ def mean_weight(config: Config, source: ImageSource) -> float:
     The setting or its default, divided by the square root of the last sample rate: centres that are drawn rarely say less
     than means do (docs/decisions/head.md).
     """
-    if source.labels.ndim > 1:
-        # A sample of several classes is not an example of each.
+    if source.labels.ndim > 1 or config.head.similarity == "inner":
+        # A sample of several classes is not an example of each, and the length of inner products' centres counts.
         return 0.0
     weight = config.train.mean_weight
     if weight is None:

@@ -113,6 +113,8 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         loss=config.head.loss,
         max_labels=max(config.head.max_labels, *source.labels.shape[1:]) if has_several else config.head.max_labels,
         label_smoothing=config.head.label_smoothing,
+        similarity=config.head.similarity,
+        bias=config.head.bias,
         optimizer=build_row_optimizer(config.head),
         seed=config.train.seed,
         max_batch=-(-config.train.global_batch // world.size),
