@@ -104,12 +104,17 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed $(PROJECTS)
 # Without its dependencies: it asks for Pillow below 13, and the tests should run on the newest. These are what it imports besides.
 TRACKIO := trackio gradio-client orjson python-multipart brotli websockets
 
+# Without their dependencies, too: torchvision's wheels would install a torch for CUDA. tests/timm_here.py imports them with any torch.
+TIMM := timm torchvision peft transformers tokenizers regex
+
 $(VENV)/.dev-installed: $(VENV)/.torch-installed $(PROJECTS)
 	$(call install,the three packages and the tools of their tests,--editable packages/launch --editable packages/horovod --editable "packages/megaclass[ui$(COMMA)onnx$(COMMA)dev]")
 	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
 	@$(PIP) --quiet --editable "packages/horovod[tensorflow]" || echo "TensorFlow could not be installed."
 	@echo "Installing trackio, which is optional, too."
 	@$(PIP) --quiet --no-deps $(TRACKIO) || echo "trackio could not be installed."
+	@echo "Installing timm and peft, which are optional, too."
+	@$(PIP) --quiet --no-deps $(TIMM) || echo "timm and peft could not be installed."
 	@touch $@ $(VENV)/.demo-installed
 
 COMMA := ,
