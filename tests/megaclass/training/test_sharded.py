@@ -1,12 +1,17 @@
 """`train.shard_backbone`: FSDP2 splits the backbone, and nothing else changes but rounding."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.forked import ended_ranks, megaclass_command
 from tests.megaclass.training.test_step import CPU, TinySource, my_batch, settings
 
+import megaclass
+from megaclass.cli.main import main
 from megaclass.config.schema import Config
 from megaclass.distributed.sharded import ShardedBackbone
 from megaclass.training.model.build import Model, build_model
@@ -156,3 +161,64 @@ def test_what_does_not_work_with_it_is_refused(setting, value):
     assert not config.is_compiled(on_gpu=True) and not config.may_replay_backbone()
     vit = replace(config, backbone=replace(config.backbone, name="vit_b"))
     assert not vit.is_compiled(on_gpu=True)
+
+
+RECIPE = """
+[data]
+path = "{data}"
+[backbone]
+name = "slim"
+embedding_dim = 32
+batch_norm = "sync"
+[head]
+margin_size = 0.1
+scale = 16.0
+sample_rate = 0.5
+[train]
+device = "cpu"
+run_dir = "unused"
+epochs = 3
+global_batch = 16
+report_steps = 1
+evaluate_epochs = 1
+keep_checkpoints = 9
+[export]
+onnx = false
+"""
+
+
+def _command(*arguments: str) -> None:
+    megaclass_command(*arguments)
+
+
+@pytest.mark.ranks
+def test_a_run_goes_from_4_ranks_to_2_to_one_whole_backbone_and_ends_like_one_that_never_was_split(tmp_path):
+    """The mean of sampled centres and evaluations between the steps are part of it."""
+    options = ["--identities", "10", "--images-per-identity", "8", "--size", "32", "--pairs", "20"]
+    assert main(["data", "synth", *options, "--out", str(tmp_path / "data")]) == 0
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(data=tmp_path / "data"))
+
+    def train(size, run, *more):
+        recipe = str(tmp_path / "recipe.toml")
+        done = ended_ranks(size, _command, "train", recipe, f"train.run_dir={tmp_path / run}", *more, timeout_s=200)
+        assert [rank.returncode for rank in done] == [0] * size, "\n".join(rank.stderr[-3000:] for rank in done)
+        rows = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        return [row["loss"] for row in rows]
+
+    def forget(run, newest):
+        for folder in sorted((tmp_path / run / "checkpoints").glob("step-*"))[-newest:]:
+            shutil.rmtree(folder)
+
+    whole = train(1, "whole")
+    split = "train.shard_backbone=true"
+    assert train(4, "split", split) == pytest.approx(whole, rel=1e-3)
+    model, reference = (
+        megaclass.load(tmp_path / run / "model.safetensors", device="cpu") for run in ("split", "whole")
+    )
+    for name, tensor in reference.network.state_dict().items():
+        torch.testing.assert_close(model.network.state_dict()[name], tensor, rtol=1e-2, atol=1e-3, msg=name)
+    forget("split", 2)
+    assert train(2, "split", split, "--resume") == pytest.approx(whole, rel=1e-3)
+    forget("split", 1)
+    assert train(1, "split", "--resume") == pytest.approx(whole, rel=1e-3)
+    assert (tmp_path / "split" / "summary.json").exists()
