@@ -5,7 +5,7 @@
     python benchmarks/distil.py --data datasets/glyphs --device cuda --recipe glyphs --teacher iresnet50 --student mbf \
         --teacher-epochs 3 --student-epochs 3 --size 48
 
-The teacher is trained once, by the same recipe. All students see the same images in the same order. Each way to use the teacher
+The teacher is trained once, by the same recipe, unless --teacher is the folder of a run. All students see the same images in the same order. Each way to use the teacher
 is tried with seed 0, and the best one by the validation design is measured with the other seeds on the tests, next to students
 without a teacher.
 """
@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from megaclass.config.read import load_config
+
 TESTS = ("test-a", "test-b", "test-c")
 WITHOUT = "no teacher"
 
@@ -34,8 +36,7 @@ def ways(teacher: Path) -> dict[str, list[str]]:
         WITHOUT: [],
         "cosine 10": [given, "distil.cosine=10"],
         "cosine 50": [given, "distil.cosine=50"],
-        "relations 50": [given, "distil.cosine=0", "distil.relations=50"],
-        "cosine 10, centres": [given, "distil.cosine=10", f"train.init_centres={teacher}"],
+        "cosine 10, its centres": [given, "distil.cosine=10", f"train.init_centres={teacher}"],
     }
 
 
@@ -80,32 +81,39 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/distil"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    teacher = options.work / "teacher"
-    spent = train(options, teacher, options.teacher, options.teacher_epochs, 0, ())
+    teacher, how = Path(options.teacher), "trained before"
+    if not teacher.exists():
+        teacher, how = options.work / "teacher", f"{options.teacher_epochs:g} epochs"
+        train(options, teacher, options.teacher, options.teacher_epochs, 0, ())
+    network = load_config(teacher / "config.toml").backbone.name
     known = ways(teacher)
     lines = ["| network | training | CPU s | A | B | C |", "|---|---|---|---|---|---|"]
     shown = " | ".join(f"{value:.2%}" for value in accuracies(options, teacher, TESTS))
-    lines.append(f"| {options.teacher} | the teacher, {options.teacher_epochs:g} epochs | {spent:.0f} | {shown} |")
+    lines.append(f"| {network} | the teacher, {how} | | {shown} |")
     validation = {}
     for way, settings in known.items():
+        if way == WITHOUT:
+            continue
         run = options.work / f"seed0-{way.replace(' ', '-')}"
         train(options, run, options.student, options.student_epochs, 0, settings)
         (validation[way],) = accuracies(options, run, ["validation"])
         print(f"seed 0, {way}: {validation[way]:.2%} on the validation design", flush=True)
-    best = max((way for way in known if way != WITHOUT), key=lambda way: validation[way])
+    best = max(validation, key=lambda way: validation[way])
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    for way in (WITHOUT, best):
-        found, seconds = [], []
-        for seed in seeds:
+    found: dict[str, list[list[float]]] = {WITHOUT: [], best: []}
+    seconds: dict[str, list[float]] = {WITHOUT: [], best: []}
+    for seed in seeds:
+        for way in found:
             run = options.work / f"seed{seed}-{way.replace(' ', '-')}"
-            seconds.append(train(options, run, options.student, options.student_epochs, seed, known[way]))
-            found.append(accuracies(options, run, TESTS))
-            print(f"seed {seed}, {way}: {found[-1]}", flush=True)
+            seconds[way].append(train(options, run, options.student, options.student_epochs, seed, known[way]))
+            found[way].append(accuracies(options, run, TESTS))
+            print(f"seed {seed}, {way}: {found[way][-1]}", flush=True)
+    for way, by_seed in found.items():
         cells = [
             f"{statistics.fmean(of_test):.2%} ({min(of_test):.2%} to {max(of_test):.2%})"
-            for of_test in zip(*found, strict=True)
+            for of_test in zip(*by_seed, strict=True)
         ]
-        lines.append(f"| {options.student} | {way} | {statistics.fmean(seconds):.0f} | {' | '.join(cells)} |")
+        lines.append(f"| {options.student} | {way} | {statistics.fmean(seconds[way]):.0f} | {' | '.join(cells)} |")
     tried = ", ".join(f"{way} {value:.2%}" for way, value in validation.items())
     text = "\n".join(
         [
