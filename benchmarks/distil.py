@@ -5,9 +5,9 @@
     python benchmarks/distil.py --data datasets/glyphs --device cuda --recipe glyphs --teacher iresnet50 --student mbf \
         --teacher-epochs 3 --student-epochs 3 --size 48
 
-The teacher is trained once, by the same recipe, unless --teacher is the folder of a run. All students see the same images in the same order. Each way to use the teacher
-is tried with seed 0, and the best one by the validation design is measured with the other seeds on the tests, next to students
-without a teacher.
+The teacher is trained once, by the same recipe, unless --teacher is the folder of a run. All students see the same images in
+the same order. Each way to use the teacher is tried with seed 0, and the best one by the validation design is measured with the
+other seeds on the tests, next to students without a teacher.
 """
 
 import argparse
@@ -64,7 +64,8 @@ def train(options: argparse.Namespace, run: Path, name: str, epochs: float, seed
 def accuracies(options: argparse.Namespace, run: Path, sets: Sequence[str]) -> list[float]:
     words = [word for one in sets for word in ("--classify", str(options.data / one))]
     found = json.loads(command("evaluate", str(run), "--json", "--device", options.device, *words)[0])
-    return [float(found[one]["top_k"]["1"]) for one in sets]
+    top_1 = {Path(one["path"]).name: float(one["top_k"]["1"]) for one in found.values()}
+    return [top_1[one] for one in sets]
 
 
 def main() -> None:

@@ -3,18 +3,22 @@
 import json
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.forked import ended_ranks, megaclass_command
 from tests.megaclass.training.test_step import CPU, TinySource, my_batch, settings
+from tests.timm_here import import_timm
 
 import megaclass
 from megaclass.cli.main import main
 from megaclass.config.schema import Config
 from megaclass.distributed.sharded import ShardedBackbone
+from megaclass.training import rank_main
 from megaclass.training.model.build import Model, build_model
+from megaclass.training.start.restart import StartMode
 from megaclass.training.step import training_step
 from megaclass_launch.errors import ConfigError
 from megaclass_launch.world import World
@@ -33,11 +37,17 @@ VARIANTS = {
 }
 
 
+VARIANTS["lora"] = {**VARIANTS["vit"], "backbone__lora": 2, "optimizer__name": "adamw"}
+NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None or find_spec("timm") is None, reason="needs peft and timm")
+
+
 def config_of(variant: str, *, is_sharded: bool) -> Config:
     return settings(**SHARED | VARIANTS[variant], train__shard_backbone=is_sharded)
 
 
 def model_of(config: Config) -> Model:
+    if config.backbone.lora:
+        import_timm()  # peft imports torchvision if it is there
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=0, local_size=1)
     model = build_model(config, TinySource(), world, CPU)
     model.parallel.train()
@@ -69,7 +79,9 @@ def trained(variant: str, is_sharded: bool, numbers: range = range(4)) -> tuple[
     return losses, {name: tensor.clone() for name, tensor in model.shared_state().items()}, embedded(model)
 
 
-@pytest.mark.parametrize(("size", "variant"), [(2, "sgd"), (2, "vit"), (4, "adamw")])
+@pytest.mark.parametrize(
+    ("size", "variant"), [(2, "sgd"), (2, "vit"), (4, "adamw"), pytest.param(2, "lora", marks=NEEDS_PEFT)]
+)
 def test_losses_state_and_embeddings_are_those_of_the_whole_backbone(run_ranks, size, variant):
     whole = run_ranks(size, trained, variant, False)
     split = run_ranks(size, trained, variant, True)
@@ -222,3 +234,9 @@ def test_a_run_goes_from_4_ranks_to_2_to_one_whole_backbone_and_ends_like_one_th
     forget("split", 1)
     assert train(1, "split", "--resume") == pytest.approx(whole, rel=1e-3)
     assert (tmp_path / "split" / "summary.json").exists()
+
+
+def test_elastic_jobs_are_refused_before_they_join(monkeypatch):
+    monkeypatch.setattr(rank_main, "elastic_worker", lambda: object())
+    with pytest.raises(ConfigError, match=r"train\.shard_backbone does not work in elastic jobs"):
+        rank_main.train_as_rank(settings(train__shard_backbone=True), World(), StartMode())
