@@ -121,6 +121,19 @@ def test_a_replayed_backward_does_not_hide_the_exchange_of_its_gradients() -> No
     assert make_plan(replayed)["images_per_second"] > 1.5 * make_plan(small)["images_per_second"]
 
 
+def test_a_split_backbone_takes_its_share_of_memory_and_more_bytes_between_ranks() -> None:
+    whole, split = (job("vit_b", 256, 4096, 1.0, num_ranks=8, compile=False, shard_backbone=s) for s in (False, True))
+    parts = [plan_memory(one).parts for one in (whole, split)]
+    for name in ("gradients", "backbone"):
+        assert parts[1][name] == pytest.approx(parts[0][name] / 8, rel=0.01)
+    # The largest part is what no block contains, with the linear layer over all 144 patches.
+    assert parts[1]["gathered blocks"] == pytest.approx(3 * 4 * 512 * 512 * 144, rel=0.02)
+    assert "gathered blocks" not in parts[0] and sum(parts[1].values()) < sum(parts[0].values())
+    sent = [exchanges(one)[-1].buffer for one in (whole, split)]
+    assert sent == [4 * whole.backbone().num_trained, 4 * whole.backbone().num_parameters]
+    assert exchanges(split)[-1].seconds > exchanges(whole)[-1].seconds
+
+
 def test_recomputed_activations_need_less_memory_and_more_time() -> None:
     stored = job("iresnet18", 256, 1000, 1.0)
     again = stored.with_settings(backbone={"checkpoint_activations": True})

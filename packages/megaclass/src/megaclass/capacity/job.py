@@ -163,12 +163,9 @@ class PlannedJob:
 
     @property
     def replays_backbone(self) -> bool:
-        """True if the backbone's steps are replayed as CUDA graphs (training/model/graphed_backbone.py).
-
-        On several ranks `auto` decides by measurement; the plan then counts ordinary steps.
-        """
+        """True if the backbone's steps are replayed as CUDA graphs (training/model/graphed_backbone.py)."""
         setting = self.config.train.cuda_graph
-        if not self.config.may_replay_backbone() or (setting == "auto" and self.num_ranks > 1):
+        if not self.config.may_replay_backbone(self.num_ranks):
             return False
         kept = self.backbone().at(self.part_batch).kept_for_backward()
         return setting == "on" or kept <= largest_replayed_bytes(self.gpu.memory)

@@ -143,6 +143,8 @@ class BackboneConfig(_Section):
     """Fraction of each image's patches that transformers leave out in training."""
     freeze: tuple[str, ...] = ()
     """Name prefixes of frozen parameters, such as ["conv1", "layer1"]; batch statistics are still updated."""
+    lora: int = field(default=0, metadata=within("in [0, 1024]"))
+    """Rank of LoRA: train two narrow matrices per linear layer of a transformer's blocks in place of the layer; 0: none."""
     checkpoint_activations: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
@@ -307,7 +309,9 @@ class TrainConfig(_Section):
     compile: bool | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
     """Compile the backbone with torch.compile; if that fails, training continues without it. auto: a ViT on a GPU only."""
     cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
-    """Replay the backbone's steps as CUDA graphs: auto with enough memory and, on several ranks, if it measures a gain."""
+    """Replay the backbone's steps as CUDA graphs: auto on a single rank with enough memory."""
+    shard_backbone: bool = field(default=False, metadata=MAY_CHANGE)
+    """Split the backbone, its gradients and their optimizer over the ranks (FSDP2), for backbones too large for one GPU."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
     """Number format in which ranks exchange the backbone's gradients; rounding errors are carried over to the next step."""
     tensorboard: bool = field(default=False, metadata=MAY_CHANGE)
@@ -360,6 +364,15 @@ class TrainConfig(_Section):
         self.require("patience", not self.patience or self.evaluate_epochs > 0, needed)
         self.require("hang_after_s", not self.hang_after_s or self.hang_after_s >= 1, "0, or at least 1 second")
         self.require("metrics_address", bool(self.metrics_address), "an address of this host")
+        for name, allowed in (
+            ("compile", ("auto", False)),
+            ("cuda_graph", ("auto", "off")),
+            ("compression", ("none",)),
+        ):
+            is_allowed = not self.shard_backbone or getattr(self, name) in allowed
+            self.require(
+                name, is_allowed, f"{allowed[0]} with train.shard_backbone, whose layers are gathered one by one"
+            )
         is_range = self.profile == "" or self.profiled_steps()[0] < self.profiled_steps()[1]
         self.require("profile", is_range, "first:stop with 0 <= first < stop, for example 100:110")
         has_ranks = bool(self.profile_ranks) and all(rank >= 0 for rank in self.profile_ranks)
@@ -417,23 +430,24 @@ class Config:
     def is_compiled(self, *, on_gpu: bool) -> bool:
         """Decides train.compile=auto: on an H200, vit_b trains 1.4 times as fast compiled, iresnet50 not faster."""
         if self.train.compile == "auto":
-            return on_gpu and self.backbone.name.startswith("vit")
+            return on_gpu and self.backbone.name.startswith("vit") and not self.train.shard_backbone
         return self.train.compile
 
-    def may_replay_backbone(self) -> bool:
+    def may_replay_backbone(self, num_ranks: int) -> bool:
         """Returns True if the settings allow CUDA graphs of the backbone on a GPU.
 
-        `auto` also limits their memory, and measures on several ranks whether they are faster. Several parts of a batch would
-        share the memory of one. Random layers learn from the host which images come. A backbone of the user's own, which may
-        do anything in its forward, must be switched on.
+        `auto` also limits their memory. They must be switched on for several ranks, whose gradients would be exchanged after a
+        replayed backward and not during it, and for a backbone of the user's own, which may do anything in its forward. Several
+        parts of a batch would share the memory of one. Random layers learn from the host which images come.
         """
         setting, layers = self.train.cuda_graph, self.backbone
         is_own = ":" in layers.name or layers.name.startswith("timm/")
         return (
             setting != "off"
+            and not self.train.shard_backbone
             # Too small to gain anything, or without parameters.
             and layers.name not in ("none", "linear", "mlp")
-            and (setting == "on" or not is_own)
+            and (setting == "on" or (not is_own and num_ranks == 1))
             and self.train.accumulate == 1
             and layers.batch_norm == "local"
             and layers.dropout == layers.drop_path == layers.mask_patches == 0

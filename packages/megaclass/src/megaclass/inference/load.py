@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megaclass.backbones import BackboneShape, build_backbone, is_built_in, may_be_named_by_file, own_size, recognise
+from megaclass.backbones.lora import evaluated_weights
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
-from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.errors import CheckpointError
 from megaclass.image_size import (
     ImageSize,
@@ -109,9 +109,7 @@ def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
     for reason in passed_over:
         _logger.info(f"passed over a checkpoint: {reason}")
     if folder is not None:
-        shared = load_shared(folder)
-        # If training kept a moving average of the weights, it evaluated and exported that.
-        return folder, tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
+        return folder, evaluated_weights(load_shared(folder))
     if (run / "model.safetensors").is_file():
         return run / "model.safetensors", _read_safetensors(run / "model.safetensors")[0]
     raise CheckpointError(
