@@ -1,7 +1,7 @@
 """Top-1 on three designs that training does not have: our head, and baselines on the same images.
 
     megaclass data glyphs --out datasets/glyphs
-    python benchmarks/glyphs.py --data datasets/glyphs --device cuda --rates 1,0.1,0.01 --seeds 3 --out benchmarks/glyphs.md
+    python benchmarks/glyphs.py --data datasets/glyphs --device cuda --rates 1,0.1,0.01 --seeds 0,1,2 --out benchmarks/glyphs.md
     python benchmarks/glyphs.py --data datasets/glyphs --device cpu --rows pixels,rapidocr --sample 1000
 
 Rows:
@@ -17,7 +17,6 @@ rapidocr     the recogniser in the wheel rapidocr (pip install rapidocr onnxrunt
 import argparse
 import datetime
 import importlib.util
-import itertools
 import json
 import platform
 import statistics
@@ -41,7 +40,7 @@ from megaclass.data.decode import decode_batch
 from megaclass.data.loader import BatchLoader
 from megaclass.data.sources.open_source import format_of, open_source
 from megaclass.data.sources.source import ImageSource
-from megaclass.head.sampling import sample_classes
+from megaclass.head.sampling import rate_of_negatives, sample_classes
 from megaclass.training.schedule import learning_rate
 
 TESTS = ("test-a", "test-b", "test-c")
@@ -53,8 +52,8 @@ OCR_INPUTS = [
 OCR_VALIDATION_IMAGES = 300
 
 
-def by_head(options: argparse.Namespace, rate: float, seed: int) -> tuple[dict[str, float], float]:
-    """Trains and evaluates by the commands."""
+def by_head(options: argparse.Namespace, rate: float, seed: int) -> dict[str, float]:
+    """Trains and evaluates by the commands. Returns accuracies, and what the training took."""
     run = options.work / f"rate{rate}-seed{seed}"
     settings = [f"head.sample_rate={rate}", f"train.seed={seed}", f"train.device={options.device}", *options.settings]
     started = time.monotonic()
@@ -64,10 +63,21 @@ def by_head(options: argparse.Namespace, rate: float, seed: int) -> tuple[dict[s
     )
     seconds = time.monotonic() - started
     command = [sys.executable, "-m", "megaclass", "evaluate", str(run), "--json", "--device", options.device]
-    for test in TESTS:
+    for test in (*TESTS, "validation"):
         command += ["--classify", str(options.data / test)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {test: found[test]["top_k"]["1"] for test in TESTS}, seconds
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    result = {test: found[f"{test}-classes"]["top_k"]["1"] for test in (*TESTS, "validation")}
+    result |= {
+        "test-a top-5": found["test-a-classes"]["top_k"]["5"],
+        "pairs of unseen characters": summary.get("verification_accuracy"),
+        "seconds": seconds,
+        "images per second": summary["images_per_second"],
+        "GiB": max(row.get("gpu_memory_gib", 0.0) for row in rows),
+    }
+    print(f"r = {rate:g}, seed {seed}: {json.dumps(result)}", flush=True)
+    return result
 
 
 def trained_here(config: Config, options: argparse.Namespace, kind: str, rate: float, seed: int) -> dict[str, float]:
@@ -106,8 +116,9 @@ def trained_here(config: Config, options: argparse.Namespace, kind: str, rate: f
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=config.optimizer.momentum)
     for step, loaded in enumerate(loader.batches(num_steps=num_steps)):
         lr = learning_rate(config.optimizer, step, num_steps, loader.steps_per_epoch)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        head_lr = lr * (config.optimizer.head_lr or config.optimizer.lr) / config.optimizer.lr
+        for group, rate_of_group in zip(optimizer.param_groups, (lr, head_lr), strict=False):
+            group["lr"] = rate_of_group
         labels = loaded.labels.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             embeddings = network(loaded.prepared(device))
@@ -118,18 +129,21 @@ def trained_here(config: Config, options: argparse.Namespace, kind: str, rate: f
         torch.nn.utils.clip_grad_norm_(network.parameters(), config.optimizer.clip_norm)
         optimizer.step()
         if isinstance(head, PartialFC):
-            head_lr = lr * (config.optimizer.head_lr or config.optimizer.lr) / config.optimizer.lr
             head.step(lr=head_lr)
             move_unsampled_(head, labels, rate, step, head_lr, config)
     network.eval()
     weight = head.weight if isinstance(head, nn.Linear) else head.rows()["weight"]
     bias = head.bias if isinstance(head, nn.Linear) else None
-    return {test: accuracy(network, weight, bias, open_source(options.data / test), device) for test in TESTS}
+    parts = (*TESTS, "validation")
+    result = {part: accuracy(network, weight, bias, open_source(options.data / part), device) for part in parts}
+    print(f"{kind}, r = {rate:g}, seed {seed}: {json.dumps(result)}", flush=True)
+    return result
 
 
 def move_unsampled_(head: PartialFC, labels: torch.Tensor, rate: float, step: int, lr: float, config: Config) -> None:
     """What one dense SGD over all rows does to the rows without gradient."""
-    sampled = sample_classes(labels, 0, head.num_classes, rate, head.settings.seed, step).classes_S
+    drawn = rate_of_negatives(labels, head.num_classes, rate)
+    sampled = sample_classes(labels, 0, head.num_classes, drawn, head.settings.seed, step).classes_S
     is_still = torch.ones(head.num_classes, dtype=torch.bool, device=labels.device)
     is_still[sampled] = False
     rows = head.rows()
@@ -249,14 +263,14 @@ def table_rows(options: argparse.Namespace, config: Config) -> Iterator[str]:
             yield line(f"rapidocr (PP-OCRv6 small), {options.sample:,} images per test; {how}", [accuracies])
         elif row == "head":
             for rate in rates:
-                results = [by_head(options, rate, seed) for seed in range(options.seeds)]
-                seconds = statistics.mean(seconds for _, seconds in results)
-                yield line(f"{options.recipe}, r = {rate:g}, {seconds:.0f} s per run", [found for found, _ in results])
+                results = [by_head(options, rate, seed) for seed in options.seeds]
+                seconds = statistics.mean(found["seconds"] for found in results)
+                yield line(f"{options.recipe}, r = {rate:g}, {seconds:.0f} s per run", results)
         else:
             used = [1.0] if row == "linear" else [rate for rate in rates if rate < 1]
             names = {"linear": "nn.Linear and cross entropy", "insightface": "InsightFace's PartialFC"}
-            for rate, seeds in itertools.product(used, [range(options.seeds)]):
-                results = [trained_here(config, options, row, rate, seed) for seed in seeds]
+            for rate in used:
+                results = [trained_here(config, options, row, rate, seed) for seed in options.seeds]
                 yield line(f"{names[row]}, r = {rate:g}", results)
 
 
@@ -277,7 +291,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="glyphs")
     parser.add_argument("--rows", default="head,linear,insightface,pixels,rapidocr")
     parser.add_argument("--rates", default="1,0.1,0.01")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--sample", type=int, default=1000, help="images per test for pixels and rapidocr")
     parser.add_argument("--out", type=Path, help="append the table to this file")
     parser.add_argument("settings", nargs="*", help="settings as for `megaclass train`")
@@ -289,7 +303,7 @@ def main() -> None:
     head = [
         f"{datetime.date.today()}, {machine}, torch {torch.__version__}, Python {platform.python_version()}; "
         f"{train['characters']:,} classes, {train['images']:,} training images (sha256 {train['sha256'][:12]}), "
-        f"{options.seeds} seeds.",
+        f"seeds {', '.join(map(str, options.seeds))}.",
         "",
         "| method | test A, TW-Kai | test B, Kouzan | test C, Reggae |",
         "|---|---|---|---|",
