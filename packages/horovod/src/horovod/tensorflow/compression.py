@@ -5,8 +5,13 @@ The interface and what allreduce does instead of calling these compressors is th
 
 import tensorflow as tf
 
-from horovod.collectives import compression
-from horovod.collectives.compression import CastCompressor, Compressor, NoneCompressor
+from horovod.collectives.compression import (
+    CastCompressor,
+    Compressor,
+    FP8Compressor,
+    Int8Compressor,
+    NoneCompressor,
+)
 
 __all__ = ["Compression"]
 
@@ -23,8 +28,11 @@ class BF16Compressor(CastCompressor):
     wire_name, dtype, cast = "bf16", tf.bfloat16, staticmethod(tf.cast)
 
 
-class Compression(compression.Compression):
+class Compression:
     """The compressors to choose from."""
 
+    none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    fp8 = FP8Compressor
+    int8 = Int8Compressor
