@@ -4,9 +4,16 @@
     python benchmarks/clean.py --data datasets/glyphs-small/train --seeds 1,2,3 --out benchmarks/clean.md train.epochs=1
     python benchmarks/clean.py --centres 2000000 --device cuda
 
+    python benchmarks/clean.py --data datasets/glyphs-small/train --seeds 1,2 --others datasets/glyphs
+
 For each seed a twentieth of the images get the label of another class, and of a fiftieth of the classes half of the images get
 a new class. A model is trained on these labels by the recipe, and `megaclass data clean` looks at the same images. The settings
 of the search were chosen on seed 0, which is not measured.
+
+--others looks for the identities of tests in the training data, with the models of the first call. The characters of a test
+are there, and 3,000 characters of the whole set that training does not have are not. Tests are in a design that training does
+not have, or, if `megaclass data split --images 0.1` has made --data, images that were held out, in designs of training. The
+settings of that search were chosen on seed 0 and the four designs.
 
 --centres times the search for doubled classes alone, among random directions of which a thousandth are doubled.
 """
@@ -18,17 +25,21 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+import megaclass
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.pack import PackOptions, pack
 from megaclass.data.tools.verify import SubsetSource
+from megaclass.evaluation.images import SourceImages
 from megaclass.evaluation.search import full_precision
-from megaclass.evaluation.suspects import close_pairs
+from megaclass.evaluation.suspects import close_pairs, find_in_training, find_suspects
 
 FLIPPED, DOUBLED = 0.05, 0.02
 
@@ -95,9 +106,66 @@ def measure(options: argparse.Namespace, seed: int) -> dict[str, float]:
         "images wrongly accused": (len(images) - num_right) / (num_images - num_flipped),
         "doubled found": len(right_pairs) / len(wrong.doubled),
         "classes wrongly accused": (len(pairs) - len(right_pairs)) / wrong.num_classes,
-        "training s": trained - started,
-        "cleaning s": cleaned - trained,
+        "training s": round(trained - started),
+        "cleaning s": round(cleaned - trained),
     }
+
+
+# Folders of the sets, and images per identity in each. `holdout` is what `megaclass data split --images` held out.
+TESTS = (("validation", 1), ("test-a", 1), ("test-b", 1), ("test-c", 1), ("holdout", 1), ("holdout", 3))
+NUM_OTHERS = 3000
+
+
+def measure_tests(options: argparse.Namespace, seed: int) -> list[dict[str, float | str]]:
+    work = options.work / f"seed-{seed}"
+    model, source = megaclass.load(work / "run", device=options.device), open_source(work / "data")
+
+    def embedded(images: ImageSource) -> NDArray[np.float32]:
+        treated = SourceImages(source=images, image_size=model.image_size, fit=model.treatment.fit)
+        return model.embed_source(treated, mirror=model.treatment.mirror)
+
+    kept = work / "embeddings.npy"
+    if not kept.exists():
+        np.save(kept, embedded(source))
+    rows, labels = np.load(kept), np.asarray(source.labels)
+    suspects = find_suspects(rows, labels, source.num_classes, model.device)
+    trained = names_of(options.data)
+    known_names = set(trained)
+    # Classes with the number of a character and those made by doubling it are both right.
+    identities = WrongLabels(open_source(options.data), seed).identities
+
+    def found_in(path: Path, wanted: Callable[[str], bool], per_identity: int) -> tuple[int, int, int]:
+        """Returns how many identities there are, how many are found, and how many of these are the right ones."""
+        test, names = open_source(path), names_of(path)
+        rng = np.random.default_rng(0)
+        order = rng.permutation(test.num_images)
+        order = order[np.argsort(test.labels[order], kind="stable")]
+        counts = np.bincount(test.labels, minlength=test.num_classes)
+        chosen = [n for n in range(test.num_classes) if counts[n] >= per_identity and wanted(names[n])]
+        chosen = rng.permutation(chosen)[:NUM_OTHERS].tolist()
+        starts = np.cumsum(counts) - counts
+        images = np.concatenate([order[starts[n] : starts[n] + per_identity] for n in chosen])
+        test_labels = np.repeat(chosen, per_identity)
+        found = find_in_training(embedded(SubsetSource(test, images)), test_labels, rows, labels, suspects)
+        right = sum(trained[identities[label]] == names[number] for number, label, _, _ in found)
+        return len(chosen), len(found), right
+
+    results: list[dict[str, float | str]] = []
+    for part, per_identity in TESTS:
+        known = options.data.parent / part
+        if not known.exists():
+            continue
+        others = options.others / ("train" if part == "holdout" else part)
+        num_known, _, right = found_in(known, lambda name: True, per_identity)
+        num_others, wrong, _ = found_in(others, lambda name: name not in known_names, per_identity)
+        row = {"seed": seed, "test": part, "images per identity": per_identity}
+        results.append(row | {"found": right / num_known, "wrongly accused": wrong / num_others})
+        print(results[-1], flush=True)
+    return results
+
+
+def names_of(path: Path) -> list[str]:
+    return (path / "classes.txt").read_text(encoding="utf-8").splitlines()
 
 
 def time_centres(num_classes: int, width: int, device: str) -> None:
@@ -134,19 +202,23 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/clean"))
     parser.add_argument("--centres", type=int, default=0)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--others", type=Path, help="the whole set of glyphs: measure tests in the training data")
     parser.add_argument("--out", type=Path)
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     options = parser.parse_args()
     if options.centres:
         time_centres(options.centres, options.width, options.device)
         return
-    rows = [measure(options, int(seed)) for seed in options.seeds.split(",")]
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    if options.others is None:
+        rows: list[dict[str, float | str]] = [{**measure(options, seed)} for seed in seeds]
+    else:
+        rows = [row for seed in seeds for row in measure_tests(options, seed)]
     keys = list(rows[0])
     lines = [f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}"]
     for row in rows:
         cells = [
-            f"{row[key]:.2%}" if "found" in key or "right" in key or "wrongly" in key else f"{row[key]:.0f}"
-            for key in keys
+            f"{row[key]:.2%}" if "found" in key or "right" in key or "wrongly" in key else f"{row[key]}" for key in keys
         ]
         lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines)

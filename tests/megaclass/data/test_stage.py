@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,6 +58,21 @@ def test_a_finished_copy_is_used_again_until_the_data_changes(data, tmp_path):
     stage(str(data), tmp_path / "ram", lambda *done: calls.append(done))
     assert copied(calls) > (data / "property").stat().st_size
     assert len(list(tmp_path.glob("ram/*/*/0"))) == 1, "the copy of the data as it was is removed"
+
+
+@pytest.mark.ranks
+def test_a_copy_that_a_running_job_uses_stays_when_the_data_changes(data, tmp_path):
+    script = "import sys; from pathlib import Path; from megaclass.data.tools.stage import stage\n"
+    script += "print(stage(sys.argv[1], Path(sys.argv[2])), flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(data), str(tmp_path / "ram")]
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    used = Path(job.stdout.readline().strip())
+    os.utime(data / "property", ns=(1, 1))
+    assert stage(str(data), tmp_path / "ram") != str(used) and open_source(used).num_images == 12
+    job.communicate("")
+    os.utime(data / "property", ns=(2, 2))
+    stage(str(data), tmp_path / "ram")
+    assert not used.exists() and len(list(tmp_path.glob("ram/*/*/0"))) == 1
 
 
 def test_an_interrupted_copy_is_not_taken_for_a_finished_one(data, tmp_path):

@@ -45,7 +45,6 @@ pack: convert folders, label.txt or tar shards to .rec, .idx and property, or to
 
 inspect: print counts, sizes, the range of labels and images per class
   @path
-  --png  path FOLDER  write first-images.png there
   @json
 
 verify: decode every image, check labels and index, list bad records
@@ -53,12 +52,6 @@ verify: decode every image, check labels and index, list bad records
   --repair   path OUT  write a copy of the readable images to this folder
   --threads  cores="one per core" N    number of threads that decode
   --show     int=20    number of bad images to print; --json prints all
-  @json
-
-shuffle: write a .rec file with the records in random order
-  @path
-  --out   path!  folder to write
-  --seed  int=0  random seed of the order
   @json
 
 split: hold out identities, or images of each identity: writes OUT/train and OUT/holdout, with pairs
@@ -125,7 +118,6 @@ def add_data_commands(commands: "Commands") -> None:
         _pack,
         _inspect,
         _verify,
-        _shuffle,
         _split,
         _glyphs,
         _unpack,
@@ -231,7 +223,9 @@ def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.pack import PackOptions
+    from megaclass.checkpoint.class_names import class_list
+    from megaclass.data.tools.pack import PackOptions, pack
+    from megaclass.image_size import compact_size, shown_size
 
     chosen = PackOptions(
         layout=options.format,
@@ -241,51 +235,31 @@ def _pack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         fit=options.fit,
         images_per_shard=options.shard_images,
     )
-    return _pack_with(options.path, options.out, chosen, options.threads)
-
-
-def _shuffle(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.pack import PackOptions
-
-    return _pack_with(options.path, options.out, PackOptions(shuffle_seed=options.seed), 1)
-
-
-def _pack_with(path: str, out: Path, options: Any, num_threads: int) -> tuple[int, dict[str, Any], str]:
-    from megaclass.checkpoint.class_names import class_list
-    from megaclass.data.tools.pack import pack
-    from megaclass.image_size import compact_size, shown_size
-
-    source = _open(path)
-    names = class_list(path, source).text
+    source = _open(options.path)
+    names = class_list(options.path, source).text
     with bar_on_demand("packing images") as on_progress:
-        packed = pack(source, out, options, class_names=names, num_threads=num_threads, on_progress=on_progress)
-    text = f"{out}: {packed.num_images:,} images of {source.num_classes:,} classes"
+        packed = pack(
+            source, options.out, chosen, class_names=names, num_threads=options.threads, on_progress=on_progress
+        )
+    text = f"{options.out}: {packed.num_images:,} images of {source.num_classes:,} classes"
     if packed.num_bad:
         text += f"; {packed.num_bad:,} that cannot be decoded were left out"
     if packed.labels_in_id2:
         text += "; labels are stored as 64-bit numbers in id2, as the second line of property states (labels=id2)"
     if packed.num_other_size:
-        what = f"were fitted to it ({options.fit})" if options.image_size is not None else "are kept; --size fits them"
-        size = options.image_size if options.image_size is not None else compact_size(source.image_size)
+        what = f"were fitted to it ({options.fit})" if options.size is not None else "are kept; --size fits them"
+        size = options.size if options.size is not None else compact_size(source.image_size)
         text += f"; {packed.num_other_size:,} have another size than {shown_size(size)} and {what}"
-    return 0, {"out": str(out), **packed.__dict__, "num_classes": source.num_classes}, text
+    return 0, {"out": str(options.out), **packed.__dict__, "num_classes": source.num_classes}, text
 
 
 def _inspect(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.tools.inspect import inspect_source, inspection_text, write_first_images
+    from megaclass.data.tools.inspect import inspect_source, inspection_text
 
     source = _open(options.path)
     with bar_on_demand("inspecting images") as on_progress:
         found = inspect_source(source, on_progress)
-    text = inspection_text(found)
-    if options.png is not None:
-        try:
-            options.png.mkdir(parents=True, exist_ok=True)
-            write_first_images(options.png / "first-images.png", source)
-        except OSError as error:
-            raise DataError(f"Cannot write pictures to {options.png}: {error.strerror or error}.") from error
-        text += f"\n\n{options.png / 'first-images.png'}"
-    return 0, found, text
+    return 0, found, inspection_text(found)
 
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -399,7 +373,7 @@ def _stage(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         raise DataError("megaclass data stage needs the data to copy, or --remove.")
     with bar_on_demand("copying the data into memory, bytes") as on_progress:
         staged = stage(options.path, options.to, on_progress)
-    return 0, {"path": staged}, f"{staged}: use it as data.path, or {options.to} as data.stage"
+    return 0, {"path": staged}, f"{staged}: train with data.stage={options.to}"
 
 
 def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit
@@ -26,7 +25,7 @@ from megaclass.evaluation.embed import distinct_images, log_bad_images
 from megaclass.evaluation.examples import images_of, thumbnails
 from megaclass.evaluation.images import Images, PairImages, SourceImages
 from megaclass.evaluation.report.templates import picture, render
-from megaclass.evaluation.suspects import LabelFinding, Suspects, find_in_training, find_suspects, merged_classes
+from megaclass.evaluation.suspects import LabelFinding, find_in_training, find_suspects, merged_classes
 from megaclass.inference.loaded_model import LoadedModel
 from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import write_text
@@ -49,12 +48,25 @@ def review(
     """Embeds all images and returns the findings. tests: labelled images or .bin files whose identities must not be in it."""
     fit = fit or model.treatment.fit
     rows_ND = _embedded(model, SourceImages(source=source, image_size=model.image_size, fit=fit))
-    suspects = find_suspects(rows_ND, np.asarray(source.labels), source.num_classes, model.device)
-    return suspects.findings + [one for path in tests for one in _found_in_test(model, path, suspects, fit)]
+    labels_N = np.asarray(source.labels)
+    suspects = find_suspects(rows_ND, labels_N, source.num_classes, model.device)
+    findings = list(suspects.findings)
+    for path in tests:
+        test_ND, test_labels_N, names = _embedded_test(model, path, fit)
+        by_class = {one[1]: one for one in find_in_training(test_ND, test_labels_N, rows_ND, labels_N, suspects)}
+        findings += [
+            LabelFinding(
+                kind="in-test", action="remove", label=label, cosine=own, other_cosine=cosine, text=names[identity]
+            )
+            for identity, label, cosine, own in map(by_class.__getitem__, sorted(by_class))
+        ]
+    return findings
 
 
-def _found_in_test(model: LoadedModel, path: Path, suspects: Suspects, fit: Fit | None) -> list[LabelFinding]:
-    """Returns the training classes that an identity of the test belongs to; in a .bin each distinct image counts as one."""
+def _embedded_test(
+    model: LoadedModel, path: Path, fit: Fit | None
+) -> tuple[NDArray[np.float32], NDArray[np.int64], list[str]]:
+    """Returns embeddings, the identity of each and the names of identities; in a .bin each distinct image is one."""
     images: Images
     if path.suffix == ".bin":
         images = PairImages(pair_set=read_pairs(path), set_name=str(path), image_size=model.image_size, fit=fit)
@@ -65,20 +77,7 @@ def _found_in_test(model: LoadedModel, path: Path, suspects: Suspects, fit: Fit 
         images = SourceImages(source=source, image_size=model.image_size, fit=fit)
         labels_N = np.asarray(source.labels)
         names = [f"class {number} of {path}" for number in range(source.num_classes)]
-    rows_ND = _embedded(model, images)
-    known = np.isfinite(rows_ND[:, 0])
-    sums_TD, counts_T = np.zeros((len(names), rows_ND.shape[1]), dtype=np.float32), np.zeros(len(names))
-    np.add.at(sums_TD, labels_N[known], rows_ND[known])
-    np.add.at(counts_T, labels_N[known], 1)
-    means_TD = torch.as_tensor(sums_TD / counts_T.clip(1)[:, None], device=model.device).float()
-    found = {label: (row, cosine) for row, label, cosine in find_in_training(means_TD, suspects, model.device)}
-    own_C = suspects.own_C
-    return [
-        LabelFinding(
-            kind="in-test", action="remove", label=n, cosine=float(own_C[n]), other_cosine=cosine, text=names[row]
-        )
-        for n, (row, cosine) in sorted(found.items())
-    ]
+    return _embedded(model, images), labels_N, names
 
 
 def _embedded(model: LoadedModel, images: Images) -> NDArray[np.float32]:

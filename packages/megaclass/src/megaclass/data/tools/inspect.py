@@ -1,12 +1,11 @@
-"""`megaclass data inspect`: counts and sizes of a source, images per class, a grid of images."""
+"""`megaclass data inspect`: counts and sizes of a source, images per class."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaclass.data.decode import decode_batch, image_dimensions
+from megaclass.data.decode import image_dimensions
 from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.errors import DataError
 from megaclass.progress import OnProgress, no_progress
@@ -14,7 +13,6 @@ from megaclass.progress import OnProgress, no_progress
 _NUM_SIZED = 2000
 _NUM_SURVEYED = 1000
 _BAR_WIDTH = 50
-_GRID_COLUMNS, _GRID_ROWS = 12, 6
 
 
 def inspect_source(source: ImageSource, on_progress: OnProgress = no_progress) -> dict[str, Any]:
@@ -101,23 +99,3 @@ def _sizes_of(
             continue
         num_bytes += len(encoded)
     return sizes, num_bytes, len(looked_at)
-
-
-def write_first_images(path: Path, source: ImageSource) -> None:
-    """Draws a grid of the first images that can be decoded (.png)."""
-    from PIL import Image
-
-    size = min(source.image_size[0], 112)
-    grid = np.full((_GRID_ROWS * size, _GRID_COLUMNS * size, 3), 255, dtype=np.uint8)
-    place = 0
-    for index in range(min(source.num_images, 4 * _GRID_ROWS * _GRID_COLUMNS)):
-        try:
-            image_HW3 = decode_batch([source.read(index)], (size, size), [source.name_of(index)])[0]
-        except DataError:
-            continue
-        row, column = divmod(place, _GRID_COLUMNS)
-        grid[row * size : (row + 1) * size, column * size : (column + 1) * size] = image_HW3
-        place += 1
-        if place == _GRID_ROWS * _GRID_COLUMNS:
-            break
-    Image.fromarray(grid).save(path)

@@ -3,10 +3,12 @@
 Places in memory are shared by all users, so a copy lies in a folder that only its user may enter: megaclass-UID-HASH with
 mode 0700, where HASH stands for the path of the data. It is made by this user or refused, and others can then neither put
 links into it nor replace it. In it the copy is a folder that appears whole; its name stands for the sizes and times of the
-originals, so it is used again as long as they are unchanged.
+originals, so it is used again as long as they are unchanged. A process holds a shared lock on the copy that it has staged: if
+the data changes, a copy that a running job uses stays.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -27,6 +29,8 @@ from megaclass_launch.files import free_bytes, published_folder
 _logger = logging.getLogger("megaclass.data")
 _LOCK = ".lock"
 _COPY_BYTES = 2**24
+_held: dict[Path, int] = {}
+"""Handle of the copy in each folder that this process uses; its lock ends with the process."""
 
 
 def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
@@ -51,15 +55,19 @@ def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
         place.mkdir(parents=True, exist_ok=True)
         _make_private(folder)
         with locked(folder / _LOCK):
+            if folder in _held:
+                os.close(_held.pop(folder))
             if not copy.is_dir():
                 # Copies of the data as it was, and what killed processes have left.
                 for old in folder.iterdir():
-                    if old.name != _LOCK:
+                    if old.name != _LOCK and not _is_in_use(old):
                         shutil.rmtree(old) if old.is_dir() else old.unlink()
                 with published_folder(copy) as unfinished:
                     for name in folders:
                         (unfinished / name).mkdir(parents=True, exist_ok=True)
                     _copy(wanted, unfinished, place, on_progress)
+            _held[folder] = os.open(copy, os.O_RDONLY)
+            fcntl.flock(_held[folder], fcntl.LOCK_SH)
     except OSError as error:
         raise DataError(f"Cannot stage {path} in {folder}: {error.strerror or error}.") from error
     copies = {name.partition("/")[0] for name in wanted}
@@ -67,6 +75,18 @@ def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
         str(copy / f"{number}" / part.place.relative_to(part.folder)) if f"{number}" in copies else part.path
         for number, part in parts
     )
+
+
+def _is_in_use(copy: Path) -> bool:
+    handle = os.open(copy, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _logger.info("%s stays: a running job uses this copy of the data as it was", copy)
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def _readable(wanted: Mapping[str, Path]) -> dict[str, Path]:
