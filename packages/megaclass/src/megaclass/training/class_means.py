@@ -45,7 +45,7 @@ def start_at_class_means(run: Run, model: Model) -> None:
     """
     if run.config.head.similarity == "inner":
         raise ConfigError(
-            "train.init_centres is class_means, but head.similarity is inner: the mean of a class's embeddings is no centre "
+            "train.init_centres is class_means, but head.similarity is inner: the mean of a class's embeddings is not a centre "
             "for inner products. Leave train.init_centres unset, or name a run."
         )
     sums_KD = _finite_sums(
