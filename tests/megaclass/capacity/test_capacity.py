@@ -9,7 +9,7 @@ import torch
 
 from megaclass.capacity.job import GIB, GPUS, PlannedJob, known_gpu
 from megaclass.capacity.memory import plan_loader, plan_memory
-from megaclass.capacity.plan import make_plan, plan_text
+from megaclass.capacity.plan import _checkpoint_bytes, make_plan, plan_text
 from megaclass.capacity.speed import exchanges, step_time
 from megaclass.cli.main import main
 from megaclass.config.read import load_config_values
@@ -129,6 +129,8 @@ def test_a_split_backbone_takes_its_share_of_memory_and_more_bytes_between_ranks
     # The largest part is what no block contains, with the linear layer over all 144 patches.
     assert parts[1]["gathered blocks"] == pytest.approx(3 * 4 * 512 * 512 * 144, rel=0.02)
     assert "gathered blocks" not in parts[0] and sum(parts[1].values()) < sum(parts[0].values())
+    saved = [_checkpoint_bytes(one, plan_memory(one)) for one in (whole, split)]
+    assert saved[1] == pytest.approx(saved[0], rel=0.01)
     sent = [exchanges(one)[-1].buffer for one in (whole, split)]
     assert sent == [4 * whole.backbone().num_trained, 4 * whole.backbone().num_parameters]
     assert exchanges(split)[-1].seconds > exchanges(whole)[-1].seconds

@@ -37,7 +37,7 @@ VARIANTS = {
 }
 
 
-VARIANTS["lora"] = {**VARIANTS["vit"], "backbone__lora": 2, "optimizer__name": "adamw"}
+VARIANTS["lora"] = {**VARIANTS["vit"], "backbone__lora": 2}
 NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None or find_spec("timm") is None, reason="needs peft and timm")
 
 

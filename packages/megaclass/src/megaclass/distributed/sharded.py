@@ -33,7 +33,7 @@ class ShardedBackbone(nn.Module):
         """backbone: on the CPU and the same on all ranks, so it is never whole on a GPU. blocks: gathered one by one."""
         super().__init__()
         self._device = device
-        # In a tuple, so it is no submodule.
+        # In a tuple, because it is not a submodule.
         self._whole = (copy.deepcopy(backbone),)
         assert dist.group.WORLD is not None
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)

@@ -47,7 +47,7 @@ class Model:
     parallel: DistributedDataParallel | NothingToAverage | ShardedBackbone
     """The backbone in DDP, which averages its gradients over the ranks; compiled, or replayed as CUDA graphs, by settings."""
     parameters: dict[str, nn.Parameter]
-    """What optimizer and moving average work on: the parameters of the backbone, or this rank's rows of them."""
+    """Parameters of the backbone, or this rank's rows of them, on which optimizer and moving average work."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
     precision: Precision
