@@ -1,6 +1,7 @@
 """Backbones replayed as CUDA graphs, emulated on a CPU; test_backbone_graphs_gpu.py does the same on a GPU."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from megaclass.backbones.configured import largest_replayed_bytes
 from megaclass.backbones.iresnet import IResNet
 from megaclass.training.model import graphed_backbone
 from megaclass.training.model.build import build_model
-from megaclass.training.model.graphed_backbone import GraphedBackbone, can_capture
+from megaclass.training.model.graphed_backbone import NUM_ORDINARY_STEPS, NUM_TRIAL_STEPS, GraphedBackbone, can_capture
 from megaclass.training.model.precision import Precision
 from megaclass_launch.ranks.process_group import process_group
 from megaclass_launch.world import World
@@ -152,9 +153,61 @@ def test_a_backbone_of_the_users_own_is_captured_if_it_is_switched_on(graphs):
     assert [graph.num_replays for graph in graphs] == [3, 3]
 
 
-def test_several_ranks_are_left_alone_unless_it_is_switched_on():
-    assert SMALL.config().may_replay_backbone(1) and not SMALL.config().may_replay_backbone(2)
-    assert SMALL.config(train__cuda_graph="on").may_replay_backbone(2)
+@pytest.mark.parametrize(
+    ("replayed_ms", "stays"),
+    [(18.0, True), (50.5, False), (56.0, False)],
+    ids=["the host is the limit", "no gain", "the exchange is the limit"],
+)
+def test_several_ranks_measure_whether_graphs_pay(graphs, monkeypatch, replayed_ms, stays):
+    """Ordinary steps take 50 ms here. One with a checkpoint behind it takes longer, which changes nothing."""
+    clock = Clock(monkeypatch)
+    backbone = GraphedBackbone(Tiny(16, 16), "auto", num_ranks=2)
+    images = SMALL.batch_of(0).prepared(SMALL.device)
+    for number in range(40):
+        before = graphs[0].num_replays if graphs else 0
+        backbone(images).sum().backward()
+        if number in (8, 25):
+            backbone.eval()
+            backbone(images)
+            backbone.train()
+        is_replayed = bool(graphs) and graphs[0].num_replays > before
+        clock.now_ms += 9000.0 if number in (7, 20) else replayed_ms if is_replayed else 50.0
+    num_ordinary = NUM_ORDINARY_STEPS + NUM_TRIAL_STEPS
+    # The verdict comes with the start of the twelfth replay or, after the evaluation, of the thirteenth.
+    assert graphs[0].num_replays == (40 - num_ordinary if stays else NUM_TRIAL_STEPS + 1)
+
+
+def test_one_rank_and_the_setting_on_measure_nothing(graphs, monkeypatch):
+    clock = Clock(monkeypatch)
+    images = SMALL.batch_of(0).prepared(SMALL.device)
+    for setting, num_ranks in (("auto", 1), ("on", 2)):
+        backbone = GraphedBackbone(Tiny(16, 16), setting, num_ranks)
+        for _ in range(NUM_ORDINARY_STEPS + 1):
+            backbone(images).sum().backward()
+    assert clock.num_moments == 0 and [graph.num_replays for graph in graphs] == [1, 1, 1, 1]
+
+
+class Clock:
+    """In place of the GPU's events."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms, self.num_moments = 0.0, 0
+        monkeypatch.setattr(graphed_backbone, "_moment", self._moment)
+
+    def _moment(self, device: torch.device) -> Any:
+        self.num_moments += 1
+        return Moment(self.now_ms)
+
+
+@dataclass
+class Moment:
+    at_ms: float
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "Moment") -> float:
+        return other.at_ms - self.at_ms
 
 
 def _train_on_this_rank(setting: str) -> tuple[list[float], dict[str, Tensor], list[int]]:

@@ -170,7 +170,7 @@ def test_what_does_not_work_with_it_is_refused(setting, value):
     with pytest.raises(ConfigError, match=rf"train\.{setting} is {value}; it must be .* with train\.shard_backbone"):
         settings(train__shard_backbone=True, **{f"train__{setting}": value})
     config = settings(train__shard_backbone=True)
-    assert not config.is_compiled(on_gpu=True) and not config.may_replay_backbone(1)
+    assert not config.is_compiled(on_gpu=True) and not config.may_replay_backbone()
     vit = replace(config, backbone=replace(config.backbone, name="vit_b"))
     assert not vit.is_compiled(on_gpu=True)
 

@@ -163,9 +163,12 @@ class PlannedJob:
 
     @property
     def replays_backbone(self) -> bool:
-        """True if the backbone's steps are replayed as CUDA graphs (training/model/graphed_backbone.py)."""
+        """True if the backbone's steps are replayed as CUDA graphs (training/model/graphed_backbone.py).
+
+        On several ranks `auto` decides by measurement; the plan then counts ordinary steps.
+        """
         setting = self.config.train.cuda_graph
-        if not self.config.may_replay_backbone(self.num_ranks):
+        if not self.config.may_replay_backbone() or (setting == "auto" and self.num_ranks > 1):
             return False
         kept = self.backbone().at(self.part_batch).kept_for_backward()
         return setting == "on" or kept <= largest_replayed_bytes(self.gpu.memory)

@@ -309,7 +309,7 @@ class TrainConfig(_Section):
     compile: bool | Literal["auto"] = field(default="auto", metadata=MAY_CHANGE)
     """Compile the backbone with torch.compile; if that fails, training continues without it. auto: a ViT on a GPU only."""
     cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
-    """Replay the backbone's steps as CUDA graphs: auto on a single rank with enough memory."""
+    """Replay the backbone's steps as CUDA graphs: auto with enough memory and, on several ranks, if it measures a gain."""
     shard_backbone: bool = field(default=False, metadata=MAY_CHANGE)
     """Split the backbone, its gradients and their optimizer over the ranks (FSDP2), for backbones too large for one GPU."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
@@ -433,12 +433,12 @@ class Config:
             return on_gpu and self.backbone.name.startswith("vit") and not self.train.shard_backbone
         return self.train.compile
 
-    def may_replay_backbone(self, num_ranks: int) -> bool:
+    def may_replay_backbone(self) -> bool:
         """Returns True if the settings allow CUDA graphs of the backbone on a GPU.
 
-        `auto` also limits their memory. They must be switched on for several ranks, whose gradients would be exchanged after a
-        replayed backward and not during it, and for a backbone of the user's own, which may do anything in its forward. Several
-        parts of a batch would share the memory of one. Random layers learn from the host which images come.
+        `auto` also limits their memory, and measures on several ranks whether they are faster. Several parts of a batch would
+        share the memory of one. Random layers learn from the host which images come. A backbone of the user's own, which may
+        do anything in its forward, must be switched on.
         """
         setting, layers = self.train.cuda_graph, self.backbone
         is_own = ":" in layers.name or layers.name.startswith("timm/")
@@ -447,7 +447,7 @@ class Config:
             and not self.train.shard_backbone
             # Too small to gain anything, or without parameters.
             and layers.name not in ("none", "linear", "mlp")
-            and (setting == "on" or (not is_own and num_ranks == 1))
+            and (setting == "on" or not is_own)
             and self.train.accumulate == 1
             and layers.batch_norm == "local"
             and layers.dropout == layers.drop_path == layers.mask_patches == 0

@@ -203,8 +203,8 @@ def _in_parallel(
     called = backbone
     if config.is_compiled(on_gpu=device.type == "cuda"):
         called = _compiled(backbone, image_size)
-    elif config.may_replay_backbone(world.size) and can_capture(device, backbone):
-        called = GraphedBackbone(backbone, "on" if config.train.cuda_graph == "on" else "auto")
+    elif config.may_replay_backbone() and can_capture(device, backbone):
+        called = GraphedBackbone(backbone, config.train.cuda_graph, world.size)
     parallel = data_parallel(called)
     # A hook replaces the all-reduce of DDP: by a compressed one, or on CPUs by one with an exact average.
     if config.train.compression != "none":

@@ -14,18 +14,24 @@ that have moved (`.to()`) have other addresses, which are part of the shape and 
 Activations belong to one step at a time: from its forward to its backward, or until nothing refers to its embeddings any
 more. Another forward in between runs without graphs.
 
+On several ranks both ways have a price. Launch by launch the host may be the limit. Replayed, all
+gradients arrive at the end of backward, and their exchange does not overlap with it. `auto` measures
+both at the start (StepTrial) and keeps the faster one.
+
 Memory: the pool keeps the activations until the graphs are dropped, while an ordinary step frees them in backward; next to it
 are a copy of the images and the gradients. `auto` bounds it (largest_replayed_bytes).
 """
 
 import logging
+import statistics
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -43,6 +49,11 @@ _logger = logging.getLogger(__name__)
 
 NUM_ORDINARY_STEPS = 3
 """Steps of one shape before it is captured: they compile the programs, which cannot be done during a capture."""
+
+NUM_TRIAL_STEPS = 10
+"""Steps of each kind that a trial compares."""
+_LEAST_GAIN = 0.02
+"""Graphs keep memory allocated, which a smaller gain is not worth."""
 
 
 def can_capture(device: torch.device, backbone: nn.Module) -> bool:
@@ -72,6 +83,11 @@ class ReplayShape:
     """None without autocast."""
     addresses: tuple[int, ...]
     """Of all parameters, which move together with the buffers."""
+
+
+def is_replay_faster(ordinary_ms: Sequence[float], replayed_ms: Sequence[float]) -> bool:
+    """Compares medians: a step with an evaluation or a checkpoint behind it takes longer and does not count."""
+    return statistics.median(replayed_ms) < (1 - _LEAST_GAIN) * statistics.median(ordinary_ms)
 
 
 @cache
@@ -121,6 +137,47 @@ class Recorder:
             torch._C._cuda_releasePool(device_index, self._pool)
 
 
+class StepTrial:
+    """Times ordinary steps, then replayed ones, and says whether the graphs stay.
+
+    Each rank decides alone: a trial that sends something would hang if ranks met different shapes.
+    The ranks' steps take equally long, because each waits for the others' gradients. If both ways
+    are so close that ranks decide differently, it makes no difference.
+
+    State, used by the thread that trains: the moments at which steps began, by kind; None is a step
+    of another shape. A moment is an event on the GPU, and the host waits once, for the last ones.
+    """
+
+    def __init__(self) -> None:
+        self._ordinary: list[Any] = []
+        self._replayed: list[Any] = []
+
+    def note(self, device: torch.device, *, is_replayed: bool) -> None:
+        """Called when a step begins."""
+        (self._replayed if is_replayed else self._ordinary).append(_moment(device))
+
+    def note_other(self) -> None:
+        """Called when a forward begins that is not part of the trial: the time until the next step means nothing."""
+        (self._replayed or self._ordinary).append(None)
+
+    def decision(self) -> bool | None:
+        """Returns whether the graphs stay; None before enough steps of both kinds."""
+        if sum(moment is not None for moment in self._replayed) < NUM_TRIAL_STEPS + 2:
+            return None
+        # The first steps of each kind are left out: they compile programs, or run a graph for the first time.
+        ordinary_ms = _intervals_ms(self._ordinary)[-NUM_TRIAL_STEPS:]
+        replayed_ms = _intervals_ms(self._replayed)[-NUM_TRIAL_STEPS:]
+        if not ordinary_ms or not replayed_ms:
+            return None
+        stays = is_replay_faster(ordinary_ms, replayed_ms)
+        ordinary, replayed = statistics.median(ordinary_ms), statistics.median(replayed_ms)
+        _logger.info(
+            f"A step took {ordinary:.1f} ms launch by launch and {replayed:.1f} ms with the backbone as CUDA graphs: "
+            f"it runs {'with' if stays else 'without'} them (train.cuda_graph=auto)."
+        )
+        return stays
+
+
 class GraphedBackbone(nn.Module):
     """Stands for the backbone in DDP. Ordinary calls and replayed ones give the same bits.
 
@@ -129,12 +186,14 @@ class GraphedBackbone(nn.Module):
     last batch of an epoch; if its shape stays, it replaces what was captured.
     """
 
-    def __init__(self, backbone: nn.Module, setting: Literal["auto", "on"]) -> None:
+    def __init__(self, backbone: nn.Module, setting: Literal["auto", "on", "off"], num_ranks: int) -> None:
         super().__init__()
         self.backbone = backbone
         self._all_parameters = list(backbone.parameters())
-        # False after a capture has failed.
-        self._is_on, self._is_measured = True, setting == "auto"
+        # None after its decision.
+        self._trial = StepTrial() if setting == "auto" and num_ranks > 1 else None
+        self._num_ordinary = NUM_ORDINARY_STEPS + (NUM_TRIAL_STEPS if self._trial is not None else 0)
+        self._is_on, self._is_measured = setting != "off", setting == "auto"
         self._largest_bytes = largest_replayed_bytes(_device_bytes(next(backbone.parameters()).device))
         self._num_bytes: dict[torch.Size, int] = {}
         """Bytes that forward kept for backward, by the size of the images; measured in ordinary steps."""
@@ -146,6 +205,8 @@ class GraphedBackbone(nn.Module):
         """(B, 3, H, W) in [-1, 1] -> (B, D)."""
         shape = self._shape_of(images) if self._is_trained_on(images) else None
         captured = self._find(shape, images) if shape is not None else None
+        if self._trial is not None:
+            captured = self._tried(self._trial, captured, shape, images.device)
         embeddings: Tensor
         if captured is not None:
             embeddings = _Replay.apply(captured, images, *captured.trained)  # type: ignore[no-untyped-call]
@@ -171,7 +232,7 @@ class GraphedBackbone(nn.Module):
             return self._captured if self._captured.is_free else None
         self._num_equal = self._num_equal + 1 if shape == self._shape else 1
         self._shape = shape
-        if self._num_equal <= NUM_ORDINARY_STEPS:
+        if self._num_equal <= self._num_ordinary:
             return None
         # Before the new one is captured, so both are not held at once.
         self._captured = None
@@ -187,6 +248,28 @@ class GraphedBackbone(nn.Module):
                 stacklevel=2,
             )
         return self._captured
+
+    def _tried(
+        self, trial: StepTrial, captured: "CapturedBackbone | None", shape: ReplayShape | None, device: torch.device
+    ) -> "CapturedBackbone | None":
+        """Notes that a step begins, and ends the trial after enough of them. Returns the graphs that this step uses.
+
+        shape: None for a forward that is not part of the training.
+        """
+        known = self._shape if self._captured is None else self._captured.shape
+        if captured is None and not (self._is_on and shape is not None and shape == known):
+            trial.note_other()
+            return None
+        trial.note(device, is_replayed=captured is not None)
+        stays = trial.decision()
+        if stays is None:
+            return captured
+        self._trial = None
+        if not stays:
+            # All further steps run without graphs.
+            self._is_on, self._captured = False, None
+            return None
+        return captured
 
     def _is_trained_on(self, images: Tensor) -> bool:
         # Programs that are only compiled and not run would not be part of a graph either.
@@ -317,6 +400,19 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad_embeddings: Tensor) -> tuple[Tensor | None, ...]:
         assert len(ctx.saved_tensors) == len(ctx.opened.captured.trained)
         return None, None, *ctx.opened.backward(grad_embeddings)
+
+
+def _moment(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _intervals_ms(moments: Sequence[torch.cuda.Event | None]) -> list[float]:
+    """Returns the times between successive moments. The host waits for the last one."""
+    if moments and moments[-1] is not None:
+        moments[-1].synchronize()
+    return [begun.elapsed_time(ended) for begun, ended in pairwise(moments) if begun is not None and ended is not None]
 
 
 def _device_bytes(device: torch.device) -> int:
