@@ -231,7 +231,7 @@ def gpu_table() -> list[str]:
 
 
 def variants(num_classes: int, device: torch.device, size: int) -> list[tuple[str, dict[str, Any], float | None]]:
-    """Name, options, and the largest time that issue 36 allows as a multiple of ArcFace's; None: it allows any."""
+    """Name, options, and the largest time allowed, as a multiple of ArcFace's; None: any."""
     counts = torch.arange(num_classes, 0, -1.0)
     inner = {"similarity": "inner", "margin": NormalisedSoftmax(scale=1.0)}
     in_batch = {"negatives": "in-batch", "class_counts": counts, "sample_rate": 0.1}
