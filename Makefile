@@ -101,21 +101,20 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed $(PROJECTS)
 	$(call install,megaclass with its progress bar and ONNX exporter,--editable packages/launch --editable "packages/megaclass[ui$(COMMA)onnx]")
 	@touch $@
 
-# Without its dependencies: it asks for Pillow below 13, and the tests should run on the newest. These are what it imports besides.
+# What some tests use, without their dependencies, and with what they import: trackio asks for Pillow below 13, the readers of face
+# packs for other frameworks, and torchvision for a torch for CUDA (tests/timm_here.py imports it with any torch).
 TRACKIO := trackio gradio-client orjson python-multipart brotli websockets
-
-# What reads the packs of `export --to insightface`, without their dependencies (other frameworks), and with what they import.
 FACES := insightface uniface deepface scikit-image lazy_loader pandas gdown
+TIMM := timm torchvision peft transformers tokenizers regex
 # A server of S3 buckets, and the client that fsspec uses.
 BUCKETS := 'moto[s3]' flask flask-cors s3fs
 
 $(VENV)/.dev-installed: $(VENV)/.torch-installed $(PROJECTS)
 	$(call install,the three packages and the tools of their tests,--editable packages/launch --editable packages/horovod --editable "packages/megaclass[ui$(COMMA)onnx$(COMMA)dev]")
-	@echo "Installing TensorFlow, which is optional: without it its tests are skipped."
+	@echo "Installing TensorFlow, trackio, timm, peft, insightface, moto and others, which are optional: without them their tests are skipped."
 	@$(PIP) --quiet --editable "packages/horovod[tensorflow]" || echo "TensorFlow could not be installed."
-	@echo "Installing trackio, which is optional, too."
 	@$(PIP) --quiet --no-deps $(TRACKIO) || echo "trackio could not be installed."
-	@echo "Installing insightface, uniface, deepface, moto and s3fs, which are optional as well."
+	@$(PIP) --quiet --no-deps $(TIMM) || echo "timm and peft could not be installed."
 	@$(PIP) --quiet --no-deps $(FACES) || echo "insightface, uniface and deepface could not be installed."
 	@$(PIP) --quiet $(BUCKETS) || echo "moto and s3fs could not be installed."
 	@touch $@ $(VENV)/.demo-installed

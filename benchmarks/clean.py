@@ -1,7 +1,7 @@
 """How many wrong labels `megaclass data clean` finds: labels of Glyphs are flipped and classes doubled on purpose.
 
     megaclass data glyphs --classes 3000 --out datasets/glyphs-small
-    python benchmarks/clean.py --data datasets/glyphs-small/train --seeds 1,2,3 --out benchmarks/clean.md
+    python benchmarks/clean.py --data datasets/glyphs-small/train --seeds 1,2,3 --out benchmarks/clean.md train.epochs=1
     python benchmarks/clean.py --centres 2000000 --device cuda
 
     python benchmarks/clean.py --data datasets/glyphs-small/train --seeds 1,2 --others datasets/glyphs

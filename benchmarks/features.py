@@ -49,7 +49,6 @@ def draw(folder: Path, num_rows: int, width: int, num_classes: int, device: torc
         own_B = labels_N[start : start + BLOCK].to(device)
         noise_BD = torch.randn(len(own_B), width, device=device, generator=generator)
         rows_NW[start : start + len(own_B)] = (centres_CD[own_B] + noise_BD).half().cpu().numpy()
-    rows_NW.flush()
     np.save(path.with_suffix(".labels.npy"), labels_N.numpy())
     return path
 

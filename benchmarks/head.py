@@ -2,6 +2,7 @@
 
     python benchmarks/head.py               # on a CPU: the chunked kernel against a dense classifier
                                             # on a GPU: four shapes; fused, chunked, dense, torch.compile
+    python benchmarks/head.py --variants    # other margins, several labels, weights, inner products against ArcFace
     python benchmarks/head.py --huge        # 100 million classes on one GPU
     python benchmarks/head.py --simulate    # one rank of 64 at 100 million classes
     python benchmarks/head.py --pulls       # lists of the images of each class, up to a global batch of 262,144
@@ -20,6 +21,7 @@ import math
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +32,19 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megaclass import ArcFace, PartialFC, RowAdagrad, RowSGD
+from megaclass import (
+    ArcFace,
+    CosFace,
+    DynamicArcFace,
+    ElasticFace,
+    InterTopK,
+    NormalisedSoftmax,
+    PartialFC,
+    RowAdagrad,
+    RowSGD,
+    SphereFace2,
+    UniFace,
+)
 
 D = 512
 SCALE, MARGIN, MOMENTUM, DECAY, LR = 64.0, 0.5, 0.9, 5e-4, 0.1
@@ -41,12 +55,22 @@ Step = Callable[[Tensor, Tensor], Tensor]
 # ---- the alternatives -------------------------------------------------------------------------------------------
 
 
-def head_step(num_classes: int, device: torch.device, **options: Any) -> tuple[Step, PartialFC]:
-    options = {"optimizer": RowSGD(momentum=MOMENTUM, weight_decay=DECAY), **options}
-    head = PartialFC(D, num_classes, margin=ArcFace(scale=SCALE, margin=MARGIN), device=device, **options)
+def head_step(
+    num_classes: int, device: torch.device, *, num_labels: int = 1, weights: Tensor | None = None, **options: Any
+) -> tuple[Step, PartialFC]:
+    options = {
+        "margin": ArcFace(scale=SCALE, margin=MARGIN),
+        "optimizer": RowSGD(momentum=MOMENTUM, weight_decay=DECAY),
+        "max_labels": num_labels,
+        "weighted": weights is not None,
+        **options,
+    }
+    head = PartialFC(D, num_classes, device=device, **options)
+    # Further labels are as far apart as they can be, so an image has none twice.
+    offsets = torch.arange(num_labels, device=device) * (num_classes // num_labels)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = head(x, y)
+        loss = head(x, y if num_labels == 1 else (y[:, None] + offsets) % num_classes, weights)
         loss.backward()
         head.step(lr=LR)
         return loss.detach()
@@ -203,6 +227,65 @@ def gpu_table() -> list[str]:
                 f"| {size}, {num_classes:,}, {rate:g} | InsightFace as shipped, measured earlier | {known} ms | "
                 f"| {known / fused_ms:.1f} | |"
             )
+    return lines
+
+
+def variants(num_classes: int, device: torch.device, size: int) -> list[tuple[str, dict[str, Any], float | None]]:
+    """Name, options, and the largest time allowed, as a multiple of ArcFace's; None: any."""
+    counts = torch.arange(num_classes, 0, -1.0)
+    inner = {"similarity": "inner", "margin": NormalisedSoftmax(scale=1.0)}
+    in_batch = {"negatives": "in-batch", "class_counts": counts, "sample_rate": 0.1}
+    return [
+        ("ArcFace", {}, None),
+        ("CosFace", {"margin": CosFace(scale=SCALE)}, 1.05),
+        ("dynamic margins", {"margin": DynamicArcFace(scale=SCALE), "class_counts": counts}, 1.05),
+        ("margin schedule", {"margin_schedule": [(0, 0.0), (1000, 1.0)]}, 1.05),
+        ("elastic margins", {"margin": ElasticFace(scale=SCALE)}, 1.05),
+        ("8 labels", {"num_labels": 8}, 1.2),
+        ("8 labels, decoupled", {"num_labels": 8, "loss": "decoupled"}, 1.2),
+        ("weights", {"weights": torch.ones(size, device=device)}, None),
+        ("inner products, bias", {**inner, "bias": True}, None),
+        ("ArcFace, a tenth uniform", {"sample_rate": 0.1}, None),
+        # What the programs over images save: with weights this work is plain PyTorch.
+        ("weights, a tenth uniform", {"sample_rate": 0.1, "weights": torch.ones(size, device=device)}, None),
+        ("ArcFace, a tenth in-batch", in_batch, None),
+        ("UniFace", {"margin": UniFace(scale=SCALE)}, 1.05),
+        ("SphereFace2", {"margin": SphereFace2()}, 1.05),
+        ("inter-topk", {"margin": InterTopK(scale=SCALE)}, 1.05),
+        ("label smoothing", {"label_smoothing": 0.1}, None),
+        ("ArcFace, again", {}, None),
+    ]
+
+
+def variants_table(size: int = 1024, num_classes: int = 1 << 20) -> list[str]:
+    device = torch.device("cuda")
+    lines = [
+        f"B = {size}, C = {num_classes:,}, all negatives unless said otherwise. A kernel that is not fused is named.",
+        "",
+        "| variant | kernel | time | peak memory | time / ArcFace | at most |",
+        "|---|---|---|---|---|---|",
+    ]
+    base = math.nan
+    with warnings.catch_warnings():
+        # The head warns that it takes the plain kernel; the table says so.
+        warnings.simplefilter("ignore")
+        for name, options, limit in variants(num_classes, device, size):
+            kernels: list[str] = []
+
+            def make(options: dict[str, Any] = options, kernels: list[str] = kernels) -> Step:
+                step, head = head_step(num_classes, device, max_batch=size, **options)
+                kernels.append("fused" if head.kernel.__name__.endswith("gpu.kernel") else "chunked")
+                return step
+
+            outcome = try_gpu_time(name, make, size, num_classes, steps=20, no_waits=True)
+            if outcome is None:
+                lines.append(f"| {name} | {kernels[0]} | out of memory | | | |")
+                continue
+            ms, peak = outcome
+            base = ms if name == "ArcFace" else base
+            is_met = "" if limit is None else f"{limit:g}: {'met' if ms <= limit * base else '**not met**'}"
+            lines.append(f"| {name} | {kernels[0]} | {ms:.2f} ms | {peak:.2f} GiB | {ms / base:.3f} | {is_met} |")
+            print(lines[-1], flush=True)
     return lines
 
 
@@ -415,6 +498,7 @@ def heading(device: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", action="store_true", help="margins, several labels, weights, inner products")
     parser.add_argument("--huge", action="store_true", help="100 million classes on one GPU")
     parser.add_argument("--simulate", action="store_true", help="one rank of 64 at 100 million classes")
     parser.add_argument("--pulls", action="store_true", help="lists of the images of each class")
@@ -422,15 +506,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file for the tables (Markdown)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    is_special = args.huge or args.simulate or args.pulls
+    is_special = args.huge or args.simulate or args.pulls or args.variants
     if (is_special or args.all) and device == "cpu":
-        parser.error("--huge, --simulate, --pulls and --all need a GPU, and torch sees none.")
+        parser.error("--variants, --huge, --simulate, --pulls and --all need a GPU, and torch sees none.")
     lines = [f"# The head: {heading(device)}", "", *(__doc__ or "").split("\n\n")[-1].strip().splitlines(), ""]
     if device == "cpu":
         lines += cpu_table()
     else:
         if not is_special:
             lines += ["## Time and memory", "", *gpu_table(), "", "## Error against float64", "", *error_table(), ""]
+        if args.variants or args.all:
+            lines += ["## Variants", "", *variants_table(), ""]
         if args.simulate or args.all:
             lines += ["## One rank of 64, simulated", "", *simulation_table(), ""]
         if args.pulls:

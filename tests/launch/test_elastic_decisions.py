@@ -13,7 +13,6 @@ from megaclass_launch.driver.generations import dismiss, is_enough, update_hosts
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import HostTable, JobState, Open, Order, Tell
 from megaclass_launch.driver.outcome import Outcome
-from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import parse_options
 from megaclass_launch.wire.agent_messages import AgentMessageChecker
@@ -49,7 +48,7 @@ class Driver:
             write_stacks=lambda *_: None,
         )
         io = SimpleNamespace(messages=messages, output=output, screen=None, signals=None, call=None)
-        self.job = JobState(parse_options([*options.split(), "-H", "localhost:1", "true"]), SshSettings(), io)
+        self.job = JobState(parse_options([*options.split(), "-H", "localhost:1", "true"]), io)
         self.job.hosts = HostTable((100.0, 100.0), lambda: 0.0)
         self.watch = HangWatch(self.job)
         self.list_hosts(*hosts)
@@ -328,7 +327,7 @@ def test_a_rank_that_hangs_is_named_and_the_generation_is_left(by_option):
     for number in (0, 1, 2):
         driver.exit(number, -9)
     driver.step(now + 3.0)
-    assert driver.job.decision.final().exit_code == 134 and driver.job.decision.report.startswith("generation 1 hangs.")
+    assert driver.job.decision.outcome.exit_code == 134 and driver.job.decision.report.startswith("generation 1 hangs.")
 
 
 def test_ranks_that_wait_for_the_next_generation_do_not_hang():
@@ -349,7 +348,7 @@ def test_the_job_ends_by_its_first_failure_if_no_member_is_left():
     assert not driver.job.is_ending
     driver.exit(0, 1)
     driver.step(4.0)
-    assert driver.job.decision.final() == Outcome(exit_code=7, failed_hosts=("a",), may_restart=False)
+    assert driver.job.decision.outcome == Outcome(exit_code=7, failed_hosts=("a",), may_restart=False)
 
 
 def test_no_generation_after_the_reset_limit():
@@ -360,7 +359,7 @@ def test_no_generation_after_the_reset_limit():
         driver.spare_ports("a")
     assert driver.job.generation == 2 and driver.job.is_ending
     assert driver.said[-1] == "no new generation: the ranks have changed 1 times (--reset-limit)."
-    assert driver.job.decision.final().exit_code == 255
+    assert driver.job.decision.outcome.exit_code == 255
 
 
 # ---- too few ranks ----
@@ -377,7 +376,7 @@ def test_too_few_ranks_are_reported_once_and_end_the_job_after_the_elastic_timeo
     assert len(driver.said) == 2 and not driver.job.is_ending
     is_enough(driver.job, 2, 3, 120.1)
     assert driver.said[-1].startswith("no new generation: 2 rank(s) can run, 3 are needed") and driver.job.is_ending
-    assert driver.job.decision.final().exit_code == 255
+    assert driver.job.decision.outcome.exit_code == 255
 
 
 def test_too_few_ranks_after_a_failure_end_with_its_exit_code():
@@ -385,7 +384,7 @@ def test_too_few_ranks_after_a_failure_end_with_its_exit_code():
     driver.exit(1, 7)
     is_enough(driver.job, 1, 2, 10.0)
     is_enough(driver.job, 1, 2, 70.0)
-    assert driver.job.decision.final().exit_code == 7
+    assert driver.job.decision.outcome.exit_code == 7
 
 
 def test_too_few_ranks_are_no_news_while_a_host_is_being_connected_to():
@@ -434,4 +433,4 @@ def test_a_discovery_that_fails_ends_the_job_only_before_it_has_named_hosts():
     assert not driver.job.is_ending and driver.said[-1].endswith("its last good answer stands.")
     driver = Driver()
     update_hosts(driver.job, "hosts.sh", [DiscoveryAnswer(problem="it printed no host")])
-    assert driver.job.decision.final().exit_code == 2
+    assert driver.job.decision.outcome.exit_code == 2

@@ -26,13 +26,13 @@ def agent_and_worker(monkeypatch):
 
 def assignment(generation: int = 3, **more):
     members = [
-        {"worker": 4, "host": "a", "slot": 0, "previous_rank": 1},
-        {"worker": 7, "host": "a", "slot": 2, "previous_rank": 3},
-        {"worker": 9, "host": "b", "slot": 0, "previous_rank": None},
+        {"host": "a", "slot": 0, "previous_rank": 1},
+        {"host": "a", "slot": 2, "previous_rank": 3},
+        {"host": "b", "slot": 0, "previous_rank": None},
     ]
     return {
-        "say": "assignment", "generation": generation, "token": f"token {generation}", "worker": 7, "members": members,
-        "world": asdict(World(rank=1, size=3, local_rank=1, local_size=2, port=5)), "secret": "cd" * 32,
+        "say": "assignment", "generation": generation, "token": f"token {generation}", "members": members,
+        "world": asdict(World(rank=1, size=3, local_rank=1, local_size=2, port=5)),
         "previous_size": 4, "needs_sync": True, "has_progressed": True, "env": {"RANK": "1", "WORLD_SIZE": "3"}, **more,
     }  # fmt: skip
 
@@ -45,13 +45,13 @@ def test_a_worker_learns_its_place_in_the_next_generation(agent_and_worker):
     assert (here.generation, here.world.rank, here.world.size, here.previous_rank) == (3, 1, 3, 3)
     assert here.lost_ranks() == (0, 2)
     assert os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "3"
-    worker.committed(20)
-    worker.committed(30)
+    worker.committed()
+    worker.committed()
     worker.failed("rank 2 is gone")
     agent.send(assignment(4))
     worker.rendezvous(Why.FAILED)
     assert agent.receive() == [
-        {"do": "committed", "step": 20, "token": "token 3"},
+        {"do": "committed", "token": "token 3"},
         {"do": "failed", "text": "rank 2 is gone", "token": "token 3"},
         {"do": "ready", "why": "failed", "token": "token 3"},
     ]

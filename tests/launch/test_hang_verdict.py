@@ -10,7 +10,6 @@ from megaclass_launch.driver.agent_pipe import PipeState
 from megaclass_launch.driver.hang_watch import HangWatch
 from megaclass_launch.driver.job import JobState
 from megaclass_launch.driver.outcome import Reason
-from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.exit_codes import EXIT_HUNG
 from megaclass_launch.hang.stacks import RankReport
 from megaclass_launch.hang.verdict import find_verdict
@@ -228,7 +227,7 @@ def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another_and_still_i
     said = []
     messages = SimpleNamespace(say=said.append, detail=lambda text: None)
     io = SimpleNamespace(messages=messages, output=SimpleNamespace(folder=None, write_stacks=lambda *_: None))
-    job = JobState(parse_options(["-np", "2", "true"]), SshSettings(), io, [Host(name="h1", slots=2)])
+    job = JobState(parse_options(["-np", "2", "true"]), io, [Host(name="h1", slots=2)])
     job.ranks.note_pids({0: 10, 1: 11})
     agent = SimpleNamespace(name="h1", is_over=False, state=PipeState.RUNNING)
     job.opened.append(agent)
@@ -247,7 +246,7 @@ def test_the_driver_ends_a_late_job_only_if_a_rank_waits_for_another_and_still_i
             fields |= {"is_late": True, "is_still_late": then != "has gone on" or found.rank == 0}
             watch.note(agent, {"say": "stacks", **fields}, found.stacks.encode())
     if then == "waits":
-        assert job.decision.reason is Reason.FAULT and job.decision.final().exit_code == EXIT_HUNG
+        assert job.decision.reason is Reason.FAULT and job.decision.outcome.exit_code == EXIT_HUNG
         assert [order.message["do"] for order in job.take_orders()] == ["end"]
     else:
         assert job.decision.reason is Reason.NONE and not job.take_orders()

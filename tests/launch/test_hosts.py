@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megaclass_launch.driver.ssh import SshSettings, why_not_started
+from megaclass_launch.driver.ssh import why_not_started
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import (
     Host,
@@ -15,6 +15,7 @@ from megaclass_launch.hosts import (
     hosts_from_option,
     is_this_machine,
 )
+from megaclass_launch.options import parse_options
 from megaclass_launch.rendezvous import addresses
 from megaclass_launch.world import slurm_hosts, tasks_on_slurm_nodes
 
@@ -204,4 +205,4 @@ def test_a_port_that_the_kernel_cannot_give_is_not_called_port_0(monkeypatch):
     ],
 )  # fmt: skip
 def test_an_agent_that_was_killed_is_not_called_an_ssh_that_cannot_connect(host, code, stderr, says):
-    assert why_not_started(host, SshSettings(), code, stderr).startswith(says)
+    assert why_not_started(host, parse_options(["true"]), code, stderr).startswith(says)

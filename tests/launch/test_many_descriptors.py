@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.forked import run_forked
 
 from megaclass.cli.main import main
 from megaclass_launch.agent import orphan_killer
-from megaclass_launch.launchers.ray_worker import RankActor
+from megaclass_launch.launchers.ray_worker import AgentActor
 from megaclass_launch.operating_system import readable
 
 pytestmark = pytest.mark.ranks
@@ -51,16 +50,17 @@ def see_what_is_readable() -> int:
     return 0
 
 
-def follow_a_rank_of_ray(workdir: str) -> int:
-    actor = RankActor()
-    places = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_LOCAL_SIZE": "1", "HOROVOD_SIZE": "1"}
-    actor.start("many-files", 0, ["echo", "hello"], places, workdir, 1.0)
-    printed, code, deadline = b"", None, time.monotonic() + 60
-    while code is None and time.monotonic() < deadline:
-        output, code = actor.poll(0.1)
-        printed += b"".join(data for _, data in output)
-    assert printed == b"hello\n"
-    return -1 if code is None else code
+def follow_an_agent_of_ray() -> int:
+    actor = AgentActor()
+    actor.start([])
+    actor.write(b"no job\n")
+    actor.write(b"")
+    printed, answer = b"", []
+    while isinstance(answer, list):
+        printed += b"".join(data for _, data in answer)
+        answer = actor.read()
+    assert b"ProtocolError" in printed
+    return answer - 1
 
 
 def say_goodbye_to_the_orphan_killer() -> int:
@@ -71,14 +71,9 @@ def say_goodbye_to_the_orphan_killer() -> int:
     return process.wait(60)
 
 
-@pytest.mark.parametrize("function", [see_what_is_readable, say_goodbye_to_the_orphan_killer])
+@pytest.mark.parametrize("function", [see_what_is_readable, say_goodbye_to_the_orphan_killer, follow_an_agent_of_ray])
 def test_descriptors_above_1023_are_waited_for(function):
     done = run_forked(with_many_files, function)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_rank_of_ray_is_followed(tmp_path):
-    done = run_forked(with_many_files, follow_a_rank_of_ray, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 

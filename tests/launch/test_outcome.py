@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason, RestartLimit, StartResult
+from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason, RestartLimit
 from megaclass_launch.launchers import LAUNCHERS
 from megaclass_launch.signals import InterruptLadder
 
@@ -32,7 +32,7 @@ def test_the_strongest_reason_counts_of_faults_the_first_and_of_signals_the_last
     decision = OutcomeDecision()
     for reason, outcome in reasons:
         decision.decide(reason, outcome)
-    assert decision.final() == final
+    assert decision.outcome == final
 
 
 def test_a_rank_that_can_be_resumed_does_not_end_the_others():
@@ -54,10 +54,10 @@ def test_pauses_grow_with_short_starts_and_end_with_a_checkpoint():
     limit = RestartLimit()
     pauses = []
     for _ in range(8):
-        limit.note(StartResult(outcome=FAILED, has_started=False), seconds=1.0)
+        limit.note(1.0, has_started=False, step=None)
         pauses.append(limit.pause_s())
     assert pauses == [0, 1, 3, 7, 15, 31, 60, 60]
-    limit.note(StartResult(outcome=FAILED, checkpoint_step=5), seconds=1.0)
+    limit.note(1.0, has_started=True, step=5)
     assert limit.pause_s() == 0 and limit.why_not_again() is None
 
 
@@ -68,5 +68,5 @@ def test_ctrl_c_asks_then_insists_then_kills():
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_every_launcher_in_the_table_is_a_module_with_the_same_function(name):
-    module = importlib.import_module(f"megaclass_launch.launchers.{LAUNCHERS[name].module}")
+    module = importlib.import_module(f"megaclass_launch.launchers.{name}")
     assert [*inspect.signature(module.launch).parameters] == ["options", "hosts"]

@@ -1,11 +1,22 @@
 """Ranks onto hosts, and the plan that --dry-run prints."""
 
+from dataclasses import replace
+
 import pytest
 
-from megaclass_launch.driver.ssh import SshSettings, agent_command
+from megaclass_launch.driver.ssh import agent_command
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
-from megaclass_launch.placement import HOROVOD_MARK, describe_plan, passed_on, place_ranks, rank_environment
+from megaclass_launch.options import parse_options
+from megaclass_launch.placement import (
+    HOROVOD_MARK,
+    describe_plan,
+    passed_on,
+    place_ranks,
+    places_on,
+    rank_environment,
+    worlds_of,
+)
 from megaclass_launch.world import world_from_environment
 
 THREE = [Host(name="h1", slots=2, is_local=True), Host(name="h2", slots=1), Host(name="h3", slots=2)]
@@ -23,13 +34,13 @@ h1 (this machine): ranks 0-1
   rank 1: {1}
 
 h2: rank 2
-  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
+  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h2 \
 'nice -n 5 /env/bin/python -X utf8 -P -m megaclass_launch.agent.agent'
   rank 2: {2}
 
 h3: rank 3
-  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=13 -o ServerAliveCountMax=3 \
+  agent: ssh -F cfg -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 \
 -o ControlMaster=no -o ClearAllForwardings=yes -T -p 2222 -i /keys/id -- h3 \
 'nice -n 5 /env/bin/python -X utf8 -P -m megaclass_launch.agent.agent'
   rank 3: {3}"""
@@ -44,33 +55,23 @@ RANK_3 = (
 
 
 def test_hosts_are_filled_one_after_the_other_and_those_without_a_rank_are_left_alone():
-    placements = place_ranks(THREE, 3)
-    assert [(p.host.name, p.ranks()) for p in placements] == [("h1", "ranks 0-1"), ("h2", "rank 2")]
+    assert places_on(place_ranks(THREE, 3)) == [("h1", 0), ("h1", 1), ("h2", 0)]
 
 
 def test_cross_ranks_count_the_hosts_that_have_this_local_rank():
-    worlds = [world for placement in place_ranks(THREE, 5) for world in placement.worlds]
+    worlds = worlds_of(places_on(THREE))
     found = [(w.rank, w.local_rank, w.local_size, w.cross_rank, w.cross_size) for w in worlds]
     assert found == [(0, 0, 2, 0, 3), (1, 1, 2, 0, 2), (2, 0, 1, 1, 3), (3, 0, 2, 2, 3), (4, 1, 2, 1, 2)]
 
 
 @pytest.mark.parametrize("given", [{}, {HOROVOD_MARK: "1"}])
 def test_a_rank_reads_its_place_back(given):
-    for placement in place_ranks(THREE, 5):
-        for world in placement.worlds:
-            read = world_from_environment(rank_environment(world, host="h", address="10.0.0.1", port=1234, given=given))
-            assert (read.rank, read.size, read.local_rank, read.local_size) == (
-                world.rank,
-                5,
-                world.local_rank,
-                world.local_size,
-            )
-            assert (read.cross_rank, read.cross_size, read.starter) == (
-                world.cross_rank,
-                world.cross_size,
-                "megaclass-run",
-            )
-            assert (read.address, read.port) == ("10.0.0.1", 1234)
+    for world in worlds_of(places_on(THREE)):
+        read = world_from_environment(rank_environment(world, host="h", address="10.0.0.1", port=1234, given=given))
+        assert read == replace(world, address="10.0.0.1", port=1234) and (read.size, read.starter) == (
+            5,
+            "megaclass-run",
+        )
 
 
 def test_more_processes_than_slots_are_refused():
@@ -91,19 +92,11 @@ def test_only_what_concerns_the_ranks_is_passed_on_and_never_the_choice_of_gpus(
 
 
 def test_the_whole_plan_is_printed_without_values_that_may_be_secret():
-    placements = place_ranks(THREE, 4)
-    from pathlib import Path
-
-    settings = SshSettings(
-        port=2222,
-        identity_file=Path("/keys/id"),
-        extra=("-F", "cfg"),
-        remote_prefix="nice -n 5",
-        python="/env/bin/python",
-    )
+    way = "-p 2222 -i /keys/id --ssh-arg=-F --ssh-arg=cfg --python /env/bin/python"
+    options = parse_options([*way.split(), "--remote-prefix", "nice -n 5", "true"])
     text = describe_plan(
-        placements,
-        [agent_command(placement.host, settings) for placement in placements],
+        place_ranks(THREE, 4),
+        [agent_command(host, options) for host in place_ranks(THREE, 4)],
         command=["python", "train.py", "a b"],
         workdir="/data/run",
         given={"API_KEY": "secret"},

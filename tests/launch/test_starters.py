@@ -468,8 +468,8 @@ def test_more_processes_than_slurm_granted_tasks_are_refused(slurm):
         ),
         (["--launcher", "slurm", "-np", "2", "--output-filename", "o", "true"], "does not support --output-filename"),
         (
-            ["--launcher", "ray", "-np", "2", "--min-np", "1", "--hang-timeout", "9", "true"],
-            "--min-np and --hang-timeout",
+            ["--launcher", "ray", "-np", "2", "--min-np", "1", "--remote-prefix", "nice", "true"],
+            "--min-np and --remote-prefix",
         ),
         (
             ["--launcher", "mpi", "-np", "2", "--workdir", "/absent", "true"],

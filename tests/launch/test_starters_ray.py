@@ -18,7 +18,7 @@ class RayCluster:
     def __init__(self, bed) -> None:
         self.bed = bed
         self._log = bed.folder / "ray.log"
-        self._mark = os.urandom(8).hex()
+        self.mark = os.urandom(8).hex()
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -48,7 +48,7 @@ class RayCluster:
 
     def stop(self) -> None:
         # Ray's daemons open sessions of their own; what they all carry is the environment.
-        while left := processes_with(f"RAY_TEST_CLUSTER={self._mark}"):
+        while left := processes_with(f"RAY_TEST_CLUSTER={self.mark}"):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -90,7 +90,7 @@ while len(ray.nodes()) < {num_nodes}:
         folder = str(Path(sys.executable).parent)
         env |= {"PATH": f"{folder}:{env['PATH']}", "RAY_ADDRESS": "10.123.0.1:6379", "OMP_NUM_THREADS": "1"}
         # Said outright: otherwise each node goes by what Ray has left in the home folder of whoever runs the tests.
-        env |= {"RAY_TEST_CLUSTER": self._mark, "RAY_AUTH_MODE": "disabled"}
+        env |= {"RAY_TEST_CLUSTER": self.mark, "RAY_AUTH_MODE": "disabled"}
         # No processes in advance: each job would start four and use two.
         env |= {"RAY_prestart_worker_first_driver": "0"}
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **pipes)
@@ -201,6 +201,29 @@ def test_what_must_be_mended_first_is_not_started_again(cluster):
     done = cluster.run("-np", "2", "--restarts", "5", "bash", "-c", "exit 2")
     assert done.returncode == 2 and "restart 1" not in done.stderr
     assert "exit code 2 means that something has to be fixed first: no restart." in done.stderr
+
+
+def test_a_job_that_hangs_is_ended(cluster):
+    done = cluster.run("-np", "2", "--hang-timeout", "3", "bash", "-c", "echo up; sleep 60")
+    assert done.returncode == 134, done.stderr
+    assert "the job hangs: no rank has printed anything or made progress (--hang-timeout)" in done.stderr
+
+
+def test_an_agent_that_is_killed_ends_the_job_and_leaves_nothing_behind(cluster):
+    process = cluster.begin("-np", "4", "-x", "RAY_TEST_MARK=e5f6", "bash", "-c", "echo up; sleep 60")
+    assert all(process.stdout.readline().endswith("up\n") for _ in range(4))
+    agents = [
+        pid for pid in processes_with(cluster.mark) if b"agent.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(agents) == 2
+    os.kill(agents[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 255, err
+    assert "was lost: its agent, or Ray's actor with it, ended with signal SIGKILL. Its ranks end by themselves" in err
+    deadline = time.monotonic() + 20
+    while processes_with("RAY_TEST_MARK=e5f6") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_with("RAY_TEST_MARK=e5f6") == []
 
 
 def test_more_processes_than_the_cluster_has_room_for_are_refused(cluster):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.commands import ended_in_this_process
+from tests.timm_here import import_timm
 from torch import nn
 
 import megaclass
@@ -18,10 +19,8 @@ from megaclass.errors import CheckpointError
 from megaclass.training.model.build import _parameter_groups
 from megaclass_launch.errors import ConfigError
 
-try:
-    import timm
-except (ImportError, RuntimeError) as error:
-    pytest.skip(f"needs timm and a torchvision that fits torch ({error})", allow_module_level=True)
+import_timm()
+import timm  # noqa: E402
 
 
 @pytest.fixture
@@ -200,10 +199,8 @@ def test_groups_have_the_rates_and_decays_of_their_layers(recipe):
         ],
     ).optimizer
     backbone = build_backbone("timm/test_vit", embedding_dim=16, image_size=32)
-    names = {parameter: name for name, parameter in backbone.named_parameters()}
-    found = {
-        names[p]: (g["lr_scale"], g["weight_decay"]) for g in _parameter_groups(config, backbone) for p in g["params"]
-    }
+    names = {name for name, _ in backbone.named_parameters()}
+    found = {name: group for group, members in _parameter_groups(config, backbone).items() for name in members}
     assert len(found) == len(names)
     assert found["feature.0.weight"] == (1.0, config.weight_decay)
     assert found["feature.1.bias"] == (1.0, 0.0)

@@ -9,7 +9,7 @@ import torch
 
 from megaclass.capacity.job import GIB, GPUS, PlannedJob, known_gpu
 from megaclass.capacity.memory import plan_loader, plan_memory
-from megaclass.capacity.plan import make_plan, plan_text
+from megaclass.capacity.plan import _checkpoint_bytes, make_plan, plan_text
 from megaclass.capacity.speed import exchanges, step_time
 from megaclass.cli.main import main
 from megaclass.config.read import load_config_values
@@ -119,6 +119,21 @@ def test_a_replayed_backward_does_not_hide_the_exchange_of_its_gradients() -> No
     replayed = small.with_settings(train={"cuda_graph": "on"})
     assert make_plan(replayed)["step_s"]["exchange"] > make_plan(small)["step_s"]["exchange"]
     assert make_plan(replayed)["images_per_second"] > 1.5 * make_plan(small)["images_per_second"]
+
+
+def test_a_split_backbone_takes_its_share_of_memory_and_more_bytes_between_ranks() -> None:
+    whole, split = (job("vit_b", 256, 4096, 1.0, num_ranks=8, compile=False, shard_backbone=s) for s in (False, True))
+    parts = [plan_memory(one).parts for one in (whole, split)]
+    for name in ("gradients", "backbone"):
+        assert parts[1][name] == pytest.approx(parts[0][name] / 8, rel=0.01)
+    # The largest part is what no block contains, with the linear layer over all 144 patches.
+    assert parts[1]["gathered blocks"] == pytest.approx(3 * 4 * 512 * 512 * 144, rel=0.02)
+    assert "gathered blocks" not in parts[0] and sum(parts[1].values()) < sum(parts[0].values())
+    saved = [_checkpoint_bytes(one, plan_memory(one)) for one in (whole, split)]
+    assert saved[1] == pytest.approx(saved[0], rel=0.01)
+    sent = [exchanges(one)[-1].buffer for one in (whole, split)]
+    assert sent == [4 * whole.backbone().num_trained, 4 * whole.backbone().num_parameters]
+    assert exchanges(split)[-1].seconds > exchanges(whole)[-1].seconds
 
 
 def test_recomputed_activations_need_less_memory_and_more_time() -> None:

@@ -291,6 +291,20 @@ class TestCommand:
         row = next(line for line in text.splitlines() if line.startswith("reggae"))
         assert row.split()[:4] == ["reggae", "test-c", "2", "2"]
 
+    def test_a_folder_without_the_fonts_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "empty").mkdir()
+        for folder, said in (
+            ("nowhere", "there is no such folder"),
+            ("empty", "lists the fonts and says how to get them"),
+        ):
+            command = ["data", "glyphs", "--fonts", str(tmp_path / folder), "--out", str(tmp_path / "out")]
+            assert main(command) == 2
+            told = capsys.readouterr().err
+            assert str(tmp_path / folder) in told and said in told
+        (tmp_path / "empty" / "fonts-reggae_1.deb").touch()
+        assert main(command) == 2
+        assert "must be unpacked" in capsys.readouterr().err
+
     def test_writes_the_most_common_characters(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         wanted = list(range(_FIRST, _FIRST + 42))
         for number, name in enumerate(

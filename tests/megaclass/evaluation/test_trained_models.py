@@ -140,7 +140,7 @@ def test_the_search_command_prints_a_table_and_writes_a_page_with_pictures(run, 
     assert re.search(rf"1   1\.000  {re.escape(str(query))}\n", printed)
     assert len(re.findall(r"^ +\d+ +-?\d\.\d{3}  ", printed, re.MULTILINE)) == 3
     text = page.read_text()
-    assert text.count("data:image/png;base64,") == 4 and "measured on lfw" in text
+    assert text.count("data:image/jpeg;base64,") == 4 and "measured on lfw" in text
     assert main(["search", str(run), str(tmp_path / "none"), str(query)]) == 2
     assert "none" in capsys.readouterr().err
 

@@ -33,6 +33,7 @@ def test_the_file_names_the_classes_that_the_model_names(make_run, tmp_path, mon
     np.testing.assert_allclose(cosines, -np.sort(-want, axis=1)[:, :5], atol=1e-4)
     np.testing.assert_allclose(np.take_along_axis(want, classes, 1), cosines, atol=1e-4)
     assert (out / "classes.txt").read_text(encoding="utf-8").splitlines()[2] == "näme 2"
+    assert "names in classes.txt" in (out / "README.md").read_text(encoding="utf-8")
     # The first output is the embedding, so the folder also opens as a model.
     assert megaclass.load(out, device="cpu").embedding_dim == model.embedding_dim
 
@@ -43,3 +44,8 @@ def test_without_centres_nothing_is_written(make_run, tmp_path, capsys):
     assert main(["export", str(tmp_path / "plain"), "--to", "onnx-classifier", "--out", str(tmp_path / "out")]) == 2
     assert "has no class centres, so it cannot classify" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_names_and_centres_are_published_on_request_only(make_run, capsys):
+    assert main(["push", str(make_run("slim")), "user/name", "--to", "onnx-classifier"]) == 2
+    assert "add --with-centres to publish" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from megaclass import (
     CombinedMargin,
     CosFace,
     CurricularFace,
+    NormalisedSoftmax,
     PartialFC,
     RowAdagrad,
     RowAdamW,
@@ -49,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     "curricular": {"margin": CurricularFace()},
     "adaface": {"margin": AdaFace(), "sample_rate": 0.3},
     "cosface, scale 100": {"margin": CosFace(scale=100.0)},
+    "several labels": {"max_labels": 4},
+    "several labels, sampled": {"max_labels": 4, "sample_rate": 0.3},
+    "inner products": {"similarity": "inner", "bias": True, "margin": NormalisedSoftmax(scale=1.0)},
+    "in-batch": {"sample_rate": 0.3, "negatives": "in-batch", "class_counts": torch.arange(1.0, NUM_CLASSES + 1)},
 }
 IN_EVERY_DTYPE = ("arcface", "sampled", "sub-centres", "curricular")
 # Relative errors of loss, embedding gradient, step statistics and movement of the centres. Products of bfloat16 numbers,
@@ -88,6 +93,8 @@ def train(device: str, dtype: torch.dtype, *, may_wait: bool, **options: Any) ->
     for number, (x, y) in enumerate(batches(dtype)):
         leaf = x.to(device, torch.float64 if head.store.work_dtype == torch.float64 else dtype).requires_grad_()
         y = y.to(device)
+        if head.settings.max_labels > 1:
+            y = (y[:, None] + 700 * torch.arange(4, device=device)) % NUM_CLASSES
         # Once per head, in its first step, the host asks whether the loss carries a loss scale that nobody told the head.
         with host_must_not_wait(not may_wait and number > 0):
             loss = head(leaf, y)

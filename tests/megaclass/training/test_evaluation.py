@@ -43,7 +43,7 @@ def _evaluated(data: str, sets: list[str]) -> list[tuple[str, str | None]]:
     run = SimpleNamespace(
         config=config, world=world, device=CPU, image_size=(16, 16), source=source, classes=class_list(data, source)
     )
-    return [(result.name, result.error) for result in evaluate_model(run, model)]
+    return [(result.name, result.error) for result in evaluate_model(run, model, model.backbone)]
 
 
 def test_without_names_every_set_is_evaluated(run_ranks, data):

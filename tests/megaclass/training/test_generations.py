@@ -18,10 +18,10 @@ CPU = torch.device("cpu")
 
 
 def assignment(*, generation: int = 1, size: int = 1, has_progressed: bool = False) -> Assignment:
-    members = tuple(Member(worker=rank, host="h", slot=rank, previous_rank=None) for rank in range(size))
+    members = tuple(Member(host="h", slot=rank, previous_rank=None) for rank in range(size))
     world = World(rank=0, size=size, local_size=size)
     return Assignment(
-        generation=generation, token="t", world=world, secret="ab" * 32, worker=0, members=members, previous_size=0,
+        generation=generation, token="t", world=world, members=members, previous_size=0,
         needs_sync=True, has_progressed=has_progressed,
     )  # fmt: skip
 

@@ -115,7 +115,7 @@ def _finish(values, damage):
             path = run.folder.path / name
             path.write_text("{ damaged") if "json" in name else path.mkdir()
         held.enter_context(model.for_evaluation())
-        finish_run(run, model, outcome, evaluate_model(run, model))
+        finish_run(run, model, model.backbone, outcome, evaluate_model(run, model, model.backbone))
     return said.getvalue()
 
 

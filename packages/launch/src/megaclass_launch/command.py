@@ -83,7 +83,7 @@ def run(arguments: Sequence[str], program: str = "megaclass-run") -> int:
             return 2
         from megaclass_launch.check.build_table import build_table
         from megaclass_launch.hosts import given_hosts
-        from megaclass_launch.launchers import LAUNCHERS
+        from megaclass_launch.launchers import launch
         from megaclass_launch.options import parse_options
         from megaclass_launch.signals import open_standard_streams
 
@@ -95,7 +95,7 @@ def run(arguments: Sequence[str], program: str = "megaclass-run") -> int:
                 return 0
             for remark in options.remarks:
                 _logger.info(remark, extra={"sender": program})
-            return LAUNCHERS[options.launcher].launch(options, given_hosts(options.hosts, options.hostfile))
+            return launch(options, given_hosts(options.hosts, options.hostfile))
         except UserError as error:
             print(f"{program}: {error}", file=sys.stderr)
             return 2
@@ -111,7 +111,7 @@ def add_check_command(commands: Any) -> None:
 def _add_check_arguments(check: argparse.ArgumentParser) -> None:
     from megaclass_launch.options import add_host_options, seconds
 
-    check.add_argument("recipe", nargs="?", help="a recipe that must be the same file on every host")
+    check.add_argument("config", nargs="?", help="a configuration that must be the same file on every host")
     add_host_options(check)
     check.add_argument(
         "--start-timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for a host (default: 30)"
@@ -138,37 +138,26 @@ def check(options: argparse.Namespace) -> int:
     """The command `check`."""
     from megaclass_launch.check.check import CheckSettings
     from megaclass_launch.check.check import check as check_hosts
-    from megaclass_launch.driver.ssh import SshSettings
     from megaclass_launch.hosts import given_hosts
+    from megaclass_launch.options import parse_options
 
-    workdir = options.workdir or str(Path.cwd())
-    ssh = SshSettings(
-        port=options.ssh_port,
-        identity_file=options.ssh_identity_file,
-        extra=tuple(options.ssh_args),
-        python=options.python,
-    )
-    interface = ",".join(options.interfaces).partition(",")[0] or None
     typed = {
         "--ssh-port": options.ssh_port,
         "--ssh-identity-file": options.ssh_identity_file,
-        "--network-interface": interface,
+        "--network-interface": ",".join(options.interfaces).partition(",")[0],
         "--master-port": options.master_port,
         "--python": options.python,
-        "--workdir": workdir,
+        "--workdir": options.workdir or str(Path.cwd()),
         "--start-timeout": options.start_timeout,
     }
-    same = [f"--ssh-arg={argument}" for argument in options.ssh_args]
+    arguments = tuple(f"--ssh-arg={argument}" for argument in options.ssh_args)
+    arguments += tuple(part for flag, value in typed.items() if value for part in (flag, str(value)))
     report = check_hosts(
         CheckSettings(
             hosts=tuple(given_hosts(options.hosts, options.hostfile)),
-            ssh=ssh,
-            workdir=workdir,
-            config=options.recipe,
-            interface=interface,
-            master_port=options.master_port,
-            start_timeout_s=options.start_timeout,
-            run_options=(*same, *(part for flag, value in typed.items() if value for part in (flag, str(value)))),
+            config=options.config,
+            options=parse_options([*arguments, "true"]),
+            arguments=arguments,
         )
     )
     print(json.dumps(report.as_json(), indent=1) if options.json else report.table().lstrip("\n"))

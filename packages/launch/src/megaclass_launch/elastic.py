@@ -6,7 +6,7 @@ is new: the port, the secret, the token. A process that belongs to an old genera
     worker = elastic_worker()              None outside of elastic jobs
     here = worker.rendezvous(Why.START)    blocks until the driver has published the next generation; sets os.environ
     worker.hosts_changed()                 one system call, no network: True if the driver wants another generation
-    worker.committed(step)                 the state of this step is safe
+    worker.committed()                     the state of this step is safe
     worker.is_broken()                     whether a member of this generation is gone
     worker.when_broken(end_connections)    a thread calls the function when a member of this generation is gone, so
                                            collectives that wait for it fail at once instead of after a time limit
@@ -29,11 +29,11 @@ any thread may call hosts_changed(), and that when_broken() starts one.
     field                written by                   read by                    guarded by
     here                 rendezvous()                 all threads                assigned whole
     _is_changed          _take, rendezvous()          all threads                _lock
-    _has_only_removals   _take, rendezvous()          all threads                _lock for writing; one flag
-    _has_removals        _take, rendezvous()          all threads                _lock for writing; one flag
+    has_only_removals    _take, rendezvous()          all threads                _lock for writing; one flag
+    has_removals         _take, rendezvous()          all threads                _lock for writing; one flag
     _is_broken           _take, rendezvous()          all threads                _lock
     _has_left            rendezvous()                 thread of when_broken()    _lock
-    _has_committed       committed(), rendezvous()    all threads                _lock for writing; one flag
+    has_committed        committed(), rendezvous()    all threads                _lock for writing; one flag
 """
 
 import contextlib
@@ -46,6 +46,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.operating_system import readable
 from megaclass_launch.wire.protocol import Message, MessageReader, Outbox, ProtocolError, encode
 from megaclass_launch.wire.protocol import Why as Why
 from megaclass_launch.world import World
@@ -123,9 +124,7 @@ class Channel:
     def wait_readable(self, timeout_s: float) -> None:
         """Waits until something arrives, or until the time is up."""
         with contextlib.suppress(OSError, ValueError):
-            events = select.poll()
-            events.register(self._socket, select.POLLIN)
-            events.poll(timeout_s * 1000)
+            readable([self._socket], timeout_s)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -167,8 +166,6 @@ _TICK_S = 0.2
 class Member:
     """One rank of a generation."""
 
-    worker: int
-    """Number of the process, unique in the whole job. It stays the same as long as the process lives."""
     host: str
     slot: int
     """Place on its host, from 0. It stays the same as long as the process lives, and so does the GPU of this number."""
@@ -186,10 +183,6 @@ class Assignment:
     """Random, different in each generation."""
     world: World
     """Rank, size, local rank and so on, with the address and the port of the store."""
-    secret: str
-    """The secret of this generation, in hexadecimal digits; also in MEGACLASS_JOB_SECRET."""
-    worker: int
-    """Number of this process, see Member."""
     members: tuple[Member, ...]
     """All ranks, in their order. Rank 0 was a member of the previous generation if any of them was."""
     previous_size: int
@@ -231,12 +224,15 @@ class ElasticWorker:
         self._channel = channel
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self.has_only_removals = False
+        """True if the change that hosts_changed() reported only removes hosts, so no new rank needs the state."""
+        self.has_removals = False
+        """True if the change that hosts_changed() reported removes hosts, whether or not it adds others."""
+        self.has_committed = False
+        """True if committed() was called in the current generation."""
         self._is_changed = False
-        self._has_only_removals = False
-        self._has_removals = False
         self._is_broken = False
         self._has_left = False
-        self._has_committed = False
 
     def hosts_changed(self) -> bool:
         """Returns whether the driver wants another generation, because hosts come or go. Ranks may learn it at different times:
@@ -249,21 +245,6 @@ class ElasticWorker:
             if not self._is_changed:
                 self._take(self._receive(0.0))
             return self._is_changed
-
-    @property
-    def has_only_removals(self) -> bool:
-        """True if the change that hosts_changed() reported only removes hosts, so no new rank needs the state."""
-        return self._has_only_removals
-
-    @property
-    def has_removals(self) -> bool:
-        """True if the change that hosts_changed() reported removes hosts, whether or not it adds others."""
-        return self._has_removals
-
-    @property
-    def has_committed(self) -> bool:
-        """True if committed() was called in the current generation."""
-        return self._has_committed
 
     def is_broken(self, timeout_s: float = 0.0) -> bool:
         """Returns whether a member of the current generation is gone, or has left it after a failure.
@@ -325,8 +306,8 @@ class ElasticWorker:
                 raise Dismissed(str(message["why"]))
             self.here = _assignment(message)
             # Announced to the old generation. What concerns the new one can only follow its assignment.
-            self._is_changed = self._has_only_removals = self._has_removals = False
-            self._is_broken = self._has_left = self._has_committed = False
+            self._is_changed = self.has_only_removals = self.has_removals = False
+            self._is_broken = self._has_left = self.has_committed = False
             os.environ.update({str(name): str(value) for name, value in message["env"].items()})
             # What came together with the assignment already concerns the new generation.
             self._take(later)
@@ -341,13 +322,13 @@ class ElasticWorker:
                     return message, messages[number + 1 :]
         raise LaunchError(f"{self._name()} waited {timeout_s:g} s for the next generation of the job.")
 
-    def committed(self, step: int = 0) -> None:
+    def committed(self) -> None:
         """Tells the driver that this generation has made progress. Only the first call in a generation sends anything."""
         with self._lock:
-            if not self._has_committed and os.getpid() == self._pid:
+            if not self.has_committed and os.getpid() == self._pid:
                 # Once is enough: the driver wants to know that the job makes progress after a failure, not how much.
-                self._has_committed = True
-                self._send({"do": "committed", "step": step})
+                self.has_committed = True
+                self._send({"do": "committed"})
 
     def failed(self, what: str) -> None:
         """Tells the driver why this process is about to leave the generation, for the message on the terminal."""
@@ -374,8 +355,8 @@ class ElasticWorker:
             is_current = self.here is None or message.get("token") == self.here.token
             if message.get("say") == "changed" and is_current:
                 self._is_changed = True
-                self._has_only_removals = bool(message.get("only_removals"))
-                self._has_removals = bool(message.get("has_removals"))
+                self.has_only_removals = bool(message.get("only_removals"))
+                self.has_removals = bool(message.get("has_removals"))
             if message.get("say") == "broken" and is_current:
                 self._is_broken = True
 
@@ -403,7 +384,7 @@ def elastic_worker() -> ElasticWorker | None:
 
 
 def _assignment(message: Message) -> Assignment:
-    same = ("generation", "token", "secret", "worker", "previous_size", "needs_sync", "has_progressed")
+    same = ("generation", "token", "previous_size", "needs_sync", "has_progressed")
     return Assignment(
         **{name: message[name] for name in same},
         world=World(**message["world"]),

@@ -1,6 +1,7 @@
 """Errors that a user can fix. The command line prints them without a traceback and exits with 2, or 74 if a retry may help."""
 
 import errno
+from collections.abc import Iterator
 
 EXIT_TRY_AGAIN = 74
 """Exit code after a full disk, an I/O error or a lost connection (EX_IOERR of sysexits.h): a restart may succeed."""
@@ -39,24 +40,25 @@ class ConnectionLostError(UserError):
 
 def is_transient(error: BaseException) -> bool:
     """Tells whether a retry may succeed: the error, or one of its causes, comes from a disk or a network."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConnectionLostError) or (isinstance(cause, AgreedError) and cause.is_transient):
-            return True
-        if isinstance(cause, OSError) and cause.errno in _TRANSIENT:
-            return True
-        cause = cause.__cause__
-    return False
+    return any(
+        isinstance(cause, ConnectionLostError)
+        or (isinstance(cause, AgreedError) and cause.is_transient)
+        or (isinstance(cause, OSError) and cause.errno in _TRANSIENT)
+        for cause in _causes(error)
+    )
 
 
 def is_full_disk(error: BaseException) -> bool:
     """Tells whether the error, or one of its causes, is a disk or a quota without room: it passes when a user makes room."""
+    return any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields the error and its causes."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
+        yield cause
         cause = cause.__cause__
-    return False
 
 
 class ConfigError(UserError):

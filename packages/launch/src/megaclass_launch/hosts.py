@@ -24,6 +24,8 @@ class Host:
     slots: int
     is_local: bool = False
     """This machine, which needs no ssh."""
+    address: str = ""
+    """Address at which other hosts reach it, if that is known in advance."""
 
 
 def given_hosts(listed: str | None, hostfile: Path | None) -> list[Host]:

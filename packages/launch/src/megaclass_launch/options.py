@@ -275,7 +275,7 @@ def parse_options(
 def _check_launcher(options: RunOptions) -> None:
     """Raises LaunchError for options that the launcher would ignore."""
     typed = [flag for one in fields(options) if getattr(options, one.name) for flag in one.metadata.get("flags", ())]
-    if found := [flag for flag in LAUNCHERS[options.launcher].unsupported if flag in typed]:
+    if found := [flag for flag in LAUNCHERS[options.launcher] if flag in typed]:
         raise LaunchError(
             f"--launcher {options.launcher} does not support {' and '.join(found)}: leave that out, or leave --launcher "
             f"out, and the ranks are started over ssh."

@@ -3,7 +3,7 @@
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
@@ -27,24 +27,11 @@ PASSED_ON_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LA
 _NEVER_PASSED_ON = ("CUDA_VISIBLE_DEVICES", JOB_SECRET, STORE_PORT, OFFER_NAME)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """A host and the worlds of its ranks, which are contiguous."""
+def place_ranks(hosts: Sequence[Host], num_processes: int) -> list[Host]:
+    """Fills one host after the other, as Horovod does; returns those with a rank, with as many slots as they get ranks.
 
-    host: Host
-    worlds: tuple[World, ...]
-
-    def host_with_ranks(self) -> Host:
-        """Returns the host with as many slots as ranks are to be started there."""
-        return replace(self.host, slots=len(self.worlds))
-
-    def ranks(self) -> str:
-        first, last = self.worlds[0].rank, self.worlds[-1].rank
-        return f"rank {first}" if first == last else f"ranks {first}-{last}"
-
-
-def place_ranks(hosts: Sequence[Host], num_processes: int) -> list[Placement]:
-    """Fills one host after the other, as Horovod does. Raises LaunchError if there are too few slots."""
+    Raises LaunchError if there are too few slots.
+    """
     num_slots = sum(host.slots for host in hosts)
     if num_processes > num_slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
@@ -52,14 +39,17 @@ def place_ranks(hosts: Sequence[Host], num_processes: int) -> list[Placement]:
             f"-np {num_processes} needs more slots than there are: {num_slots} on {listed}. "
             f"Lower -np, or raise the slots of a host."
         )
-    places = [(host.name, slot) for host in hosts for slot in range(host.slots)][:num_processes]
-    worlds = worlds_of(places)
-    found = []
+    filled: list[Host] = []
     for host in hosts:
-        on_host = tuple(world for world, (name, _) in zip(worlds, places, strict=True) if name == host.name)
-        if on_host:
-            found.append(Placement(host=host, worlds=on_host))
-    return found
+        num_left = num_processes - sum(before.slots for before in filled)
+        if num_left:
+            filled.append(replace(host, slots=min(host.slots, num_left)))
+    return filled
+
+
+def places_on(hosts: Sequence[Host]) -> list[tuple[str, int]]:
+    """Returns host and slot of each rank."""
+    return [(host.name, slot) for host in hosts for slot in range(host.slots)]
 
 
 def worlds_of(places: Sequence[tuple[str, int]]) -> list[World]:
@@ -160,7 +150,7 @@ def passed_on(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def describe_plan(
-    placements: Sequence[Placement],
+    hosts: Sequence[Host],
     agents: Sequence[Sequence[str]],
     *,
     command: Sequence[str],
@@ -170,25 +160,27 @@ def describe_plan(
 ) -> str:
     """Describes everything that a job would do. Variables are named without their values, which may be secrets.
 
-    agents: the command that starts each host's agent.
+    hosts: with as many slots as ranks are to be started there. agents: the command that starts each host's agent.
     """
-    size = placements[0].worlds[0].size
-    first = placements[0].host.name
-    on_hosts = f"{len(placements)} host{'s' if len(placements) > 1 else ''}"
+    worlds = iter(worlds_of(places_on(hosts)))
+    size = sum(host.slots for host in hosts)
+    on_hosts = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
     lines = [f"{size} rank{'s' if size > 1 else ''} on {on_hosts}", f"command: {shlex.join(command)}"]
     lines.append(f"working folder: {workdir}")
     lines.append(f"given with -x or --env-file (values not shown): {_names(given)}")
-    if not all(placement.host.is_local for placement in placements):
+    if not all(host.is_local for host in hosts):
         lines.append(f"passed on to other hosts (values not shown): {_names(passed)}")
-    for placement, agent in zip(placements, agents, strict=True):
-        here = " (this machine)" if placement.host.is_local else ""
-        lines += ["", f"{placement.host.name}{here}: {placement.ranks()}", f"  agent: {shlex.join(agent)}"]
-        for world in placement.worlds:
+    for host, agent in zip(hosts, agents, strict=True):
+        here = [next(worlds) for _ in range(host.slots)]
+        ranks = f"rank {here[0].rank}" if len(here) == 1 else f"ranks {here[0].rank}-{here[-1].rank}"
+        where = " (this machine)" if host.is_local else ""
+        lines += ["", f"{host.name}{where}: {ranks}", f"  agent: {shlex.join(agent)}"]
+        for world in here:
             env = rank_environment(
                 world,
-                host=placement.host.name,
-                address=f"<address of {first}>" if len(placements) > 1 else "127.0.0.1",
-                port=f"<free port of {first}>",
+                host=host.name,
+                address=f"<address of {hosts[0].name}>" if len(hosts) > 1 else "127.0.0.1",
+                port=f"<free port of {hosts[0].name}>",
                 given=given,
             )
             lines.append(f"  rank {world.rank}: " + " ".join(f"{name}={value}" for name, value in env.items()))

@@ -183,29 +183,17 @@ class OwnStatus:
         return _unpacked(self._memory)
 
     def _write(self, texts: dict[str, str]) -> None:
+        own = (os.getpid(), threading.main_thread().ident or 0, self._gives_stacks)
         with self._lock:
-            self._write_locked(texts)
-
-    def _write_locked(self, texts: dict[str, str]) -> None:
-        _COUNTER.pack_into(self._memory, 0, self._counter + 1)
-        _NUMBERS.pack_into(
-            self._memory,
-            _COUNTER.size,
-            os.getpid(),
-            threading.main_thread().ident or 0,
-            self._gives_stacks,
-            self._step,
-            self._num_done,
-            self._progress_at,
-            self._allowed_s,
-            self._checkpoint_step,
-        )
-        for name, text in texts.items():
-            start, size = _TEXTS[name]
-            encoded = text.encode(errors="replace")[: size - 1]
-            self._memory[start : start + len(encoded) + 1] = encoded + b"\0"
-        self._counter += 2
-        _COUNTER.pack_into(self._memory, 0, self._counter)
+            progress = (self._step, self._num_done, self._progress_at, self._allowed_s, self._checkpoint_step)
+            _COUNTER.pack_into(self._memory, 0, self._counter + 1)
+            _NUMBERS.pack_into(self._memory, _COUNTER.size, *own, *progress)
+            for name, text in texts.items():
+                start, size = _TEXTS[name]
+                encoded = text.encode(errors="replace")[: size - 1]
+                self._memory[start : start + len(encoded) + 1] = encoded + b"\0"
+            self._counter += 2
+            _COUNTER.pack_into(self._memory, 0, self._counter)
 
 
 # ---- looking at pages ----

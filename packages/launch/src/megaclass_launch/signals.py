@@ -11,6 +11,10 @@ from typing import Any
 from megaclass_launch.operating_system import signals_named
 
 
+class EndedBySignalError(Exception):
+    """Raised while a job waits for its start, with the number of the signal by which the user has ended it."""
+
+
 class SignalQueue:
     """Queues the given signals for the duration of a `with` block; the previous handlers are restored at its end.
 
@@ -36,6 +40,12 @@ class SignalQueue:
             return list(self._reader.recv(4096))
         except BlockingIOError:
             return []
+
+    def raise_if_ended(self) -> None:
+        """Raises EndedBySignalError if a signal that ends the job is queued; others are for ranks, of which none runs."""
+        for number in self.taken():
+            if number in ENDING_SIGNALS:
+                raise EndedBySignalError(number)
 
     def __enter__(self) -> "SignalQueue":
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,13 +44,20 @@ def differences(versions_by_host: dict[str, dict[str, str]]) -> dict[str, str]:
     """Returns one sentence per package whose version differs between hosts, keyed by package."""
     found = {}
     for name in dict.fromkeys(name for versions in versions_by_host.values() for name in versions):
-        hosts_by_version: dict[str, list[str]] = {}
-        for host, versions in versions_by_host.items():
-            hosts_by_version.setdefault(versions.get(name, NOT_INSTALLED), []).append(host)
-        if len(hosts_by_version) > 1:
-            sides = (f"{version} on {short_list(hosts)}" for version, hosts in hosts_by_version.items())
+        found_by_host = {host: versions.get(name, NOT_INSTALLED) for host, versions in versions_by_host.items()}
+        groups = hosts_by_value(found_by_host)
+        if len(groups) > 1:
+            sides = (f"{version} on {short_list(hosts)}" for version, hosts in groups.items())
             found[name] = f"{name} is {'; '.join(sides)}"
     return found
+
+
+def hosts_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Groups hosts that have the same value."""
+    groups: dict[str, list[str]] = {}
+    for host, value in values.items():
+        groups.setdefault(value, []).append(host)
+    return groups
 
 
 def short_list(hosts: Sequence[str]) -> str:

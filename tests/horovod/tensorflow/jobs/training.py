@@ -88,6 +88,16 @@ for in_graph in (True, False):
         close(steps(model(), optimizer, images[mine], labels[mine], wrap=wrap, in_graph=in_graph), truth)
 wrap = partial(hvd.DistributedGradientTape, compression=hvd.Compression.fp16)
 close(steps(model(), sgd(), images[mine], labels[mine], wrap=wrap), truth, 2e-2)
+# Groups under each compression, against the mean of both ranks' gradients in float64.
+slopes = [[np.random.default_rng([r, n]).normal(size=n) for n in (300, 7, 40)] for r in range(size)]
+for name, error in {"none": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "fp8": 0.08, "int8": 0.08}.items():
+    parts = [tf.Variable(tf.zeros(len(slope))) for slope in slopes[rank]]
+    with tf.GradientTape() as tape:
+        value = tf.add_n([tf.reduce_sum(v * s.astype(np.float32)) for v, s in zip(parts, slopes[rank], strict=True)])
+    grouped = hvd.DistributedGradientTape(tape, compression=getattr(hvd.Compression, name), groups=2)
+    for gradient, *both in zip(grouped.gradient(value, parts), *slopes, strict=True):
+        mean = np.mean(both, axis=0)
+        assert np.linalg.norm(gradient.numpy() - mean) < error * np.linalg.norm(mean), (name, len(mean))
 with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
     tape.watch(variable := tf.constant([1.0, 2.0]))
     value = tf.reduce_sum(variable * (rank + 1.0))

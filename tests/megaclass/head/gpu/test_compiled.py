@@ -32,8 +32,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         {"dtype": "fp32"},
         {"has_weights": True, "has_filter": True, "is_curricular": True},
         {"num_subcentres": 3},
+        {"has_tile_sums": True},
+        {"has_tile_sums": True, "has_weights": True},
     ],
-    ids=["plain", "float32", "laden", "sub-centres"],
+    ids=["plain", "float32", "laden", "sub-centres", "labels", "labels, laden"],
 )
 def test_exponentials_fit_every_supported_gpu(capability: int, options: dict[str, Any]):
     options = {"has_weights": False, "dtype": "bf16", **options}
@@ -56,7 +58,8 @@ def test_exponentials_fit_every_supported_gpu(capability: int, options: dict[str
     ],
 )
 def test_the_update_of_the_centres_is_light(capability: int, storage: str, kind: str, is_measured: bool):
-    usage = update_usage(capability, storage=storage, kind=kind, is_measured=is_measured)
+    # The unmeasured ones are those of inner products.
+    usage = update_usage(capability, storage=storage, kind=kind, is_measured=is_measured, is_cosine=is_measured)
     assert usage.spilled_bytes == 0
     assert usage.registers <= 128
 
@@ -102,6 +105,15 @@ def test_images_are_listed_by_row_on_every_supported_gpu(capability: int):
         assert compile_for(capability, program, types, constants).spilled_bytes == 0
 
 
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_several_labels_are_cleared_on_every_supported_gpu(capability: int):
+    types = {
+        "exps": "*bf16", "masses": "*fp32", "target_slots": "*i64", "first_slot": "i32", "num_slots": "i32",
+        "num_images": "i32", "plane": "i32", "num_labels": "i32",
+    }  # fmt: skip
+    assert compile_for(capability, triton_programs.clear_targets, types, {"M": 3, "BLOCK_S": 128}).spilled_bytes == 0
+
+
 @pytest.mark.parametrize("kind", ["cosine", "angle", "straight-through"])
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: str):
@@ -115,7 +127,7 @@ def test_every_margin_is_settled_on_every_supported_gpu(capability: int, kind: s
 
 def exponentials_usage(
     capability: int, tiles: Tiles, *, dtype: str = "bf16", num_subcentres: int = 1, is_curricular: bool = False,
-    has_weights: bool = True, has_filter: bool = False, width: int = 512,
+    has_weights: bool = True, has_filter: bool = False, width: int = 512, has_tile_sums: bool = False,
 ) -> Usage:  # fmt: skip
     exp_dtype, by_descriptor = "bf16" if dtype == "fp16" else dtype, capability >= 90
 
@@ -133,7 +145,8 @@ def exponentials_usage(
     }  # fmt: skip
     constants = {
         "WIDTH": width, "M": num_subcentres, "HAS_FILTER": has_filter,
-        "IS_CURRICULAR": is_curricular, "BLOCK_G": tiles.images, "BLOCK_S": tiles.classes, "BLOCK_D": tiles.width,
+        "IS_CURRICULAR": is_curricular, "HAS_TILE_SUMS": has_tile_sums,
+        "BLOCK_G": tiles.images, "BLOCK_S": tiles.classes, "BLOCK_D": tiles.width,
         "SPLITS": 16, "FLATTEN": tiles.flatten, "PARTS": tiles.parts, "BY_DESCRIPTOR": by_descriptor,
     }  # fmt: skip
     for name, is_used in (
@@ -151,7 +164,7 @@ def exponentials_usage(
 
 
 def update_usage(
-    capability: int, *, storage: str = "fp32", kind: str = "sgd", is_measured: bool = False
+    capability: int, *, storage: str = "fp32", kind: str = "sgd", is_measured: bool = False, is_cosine: bool = True
 ) -> Usage:  # fmt: skip
     types = {
         "weight": f"*{storage}", "state_1": f"*{storage}", "state_2": f"*{storage}", "counts": "*i32", "grad": "*bf16",
@@ -160,7 +173,8 @@ def update_usage(
         "first_row": "i32", "num_rows": "i32",
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1, "KIND": kind,
+        "won": None, "NUM_LOCAL": 100_000_000, "FIRST_ID": 0, "D": 512, "GRAD_STRIDE": 512, "M": 1,
+        "IS_COSINE": is_cosine, "KIND": kind,
         "WEIGHT_DECAY": 5e-4, "CLIP_VALUE": 1.0, "CLIP_ROW_NORM": 1.0, "BETA_1": 0.9, "BETA_2": 0.999,
         "LOG2_BETA_1": -0.152, "LOG2_BETA_2": -0.00144, "EPS": 1e-8,
         "BLOCK_R": 1, "BLOCK_D": 512,

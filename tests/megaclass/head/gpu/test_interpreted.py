@@ -73,7 +73,14 @@ def train(head: Any, dtype: torch.dtype, num_steps: int = 2) -> list[Tensor]:
     outcome = []
     for x, y in batches(num_steps, head.num_classes):
         leaf = x.to(dtype).requires_grad_()
-        loss = head(leaf, y)
+        settings, weights = head.settings, None
+        if settings.max_labels > 1:
+            # Two labels, or one: the last image's second one is padding.
+            y = torch.stack([y, (y + 7) % head.num_classes], 1)
+            y[-1, 1] = -1
+        if settings.is_weighted:
+            weights = torch.linspace(0.5, 2.0, y.numel()).double().view(y.shape)
+        loss = head(leaf, y, weights)
         loss.backward()
         head.step(lr=0.05)
         outcome += [loss.detach().double(), leaf.grad.double()]
@@ -148,12 +155,25 @@ def test_every_margin_trains_as_a_float64_head_does(name):
         "some stored",
         "margin schedule",
         "dynamic margins",
+        "several labels",
+        "several labels, some drawn",
+        "several labels, sub-centres, weights",
+        "several labels, recompute",
+        "decoupled",
+        "weighted",
+        "adaface, several labels",
+        "inner products",
+        "inner products, in-batch, several labels",
+        "by frequency",
+        "in-batch",
     ],
 )
 def test_every_option_trains_as_a_float64_head_does(name):
-    from megaclass import DynamicArcFace
+    from megaclass import AdaFace, DynamicArcFace, NormalisedSoftmax
 
     counts = torch.arange(1, NUM_CLASSES + 1)
+    inner = {"similarity": "inner", "bias": True, "margin": NormalisedSoftmax(scale=8.0)}
+    in_batch = {"sample_rate": 0.3, "negatives": "in-batch", "class_counts": counts}
     options: dict[str, Any] = {
         "all classes": {},
         "a third": {"sample_rate": 0.3},
@@ -166,20 +186,47 @@ def test_every_option_trains_as_a_float64_head_does(name):
         "some stored": {"num_classes": 100, "stored_bytes": 2000},  # one chunk of two
         "margin schedule": {"margin_schedule": [(0, 0.0), (2, 1.0)]},
         "dynamic margins": {"margin": DynamicArcFace(scale=16), "class_counts": counts},
+        "several labels": {"max_labels": 2},
+        "several labels, some drawn": {"max_labels": 3, "sample_rate": 0.4},
+        "several labels, sub-centres, weights": {"max_labels": 2, "num_subcentres": 2, "weighted": True},
+        "several labels, recompute": {"max_labels": 2, "stored_bytes": 0, "num_classes": 100},
+        "decoupled": {"max_labels": 2, "loss": "decoupled", "sample_rate": 0.5, "correct_sampling": True},
+        "weighted": {"weighted": True},
+        "adaface, several labels": {"max_labels": 2, "margin": AdaFace(scale=16)},
+        "inner products": inner,
+        "inner products, in-batch, several labels": {**inner, **in_batch, "max_labels": 2},
+        "by frequency": {"sample_rate": 0.3, "negatives": "frequencies", "class_counts": counts},
+        "in-batch": in_batch,
     }[name]
     truth = train(new_head("chunked", **options), torch.float64)
     assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
 
 
 @interpreted
+def test_labels_that_outweigh_all_negatives_take_none_of_their_sum_away():
+    """Subtracting exp(45) from the sum would leave nothing of the negatives."""
+    losses, gradients = [], []
+    for kernel, dtype in (("chunked", torch.float64), ("triton_fused", torch.float32)):
+        head = new_head(kernel, max_labels=2, margin="cosface")
+        x = torch.nn.functional.normalize(new_head("chunked").centres(torch.tensor([3, 40])), dim=1).sum(
+            0, keepdim=True
+        )
+        leaf = x.to(dtype).requires_grad_()
+        loss = head(leaf, torch.tensor([[3, 40]]))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(leaf.grad.double())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert_close(gradients[1:], gradients[:1], 1e-4)
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("options", "obstacle"),
     [
-        ({"max_labels": 2}, "it takes one label per image, and max_labels is 2"),
-        ({"weighted": True}, "it takes no weights"),
-        ({"loss": "decoupled"}, "it knows the loss softmax, and loss is 'decoupled'"),
-        ({"label_smoothing": 0.1}, "it knows no label_smoothing"),
-        ({"negatives": "in-batch", "class_counts": torch.ones(NUM_CLASSES)}, "it draws negatives uniformly"),
+        ({"max_labels": 2, "filter_above": 0.5}, "it takes filter_above with one label per image only"),
+        ({"loss": "sigmoid", "margin": "arcface"}, "it does not know the loss sigmoid"),
+        ({"label_smoothing": 0.1}, "it does not know label_smoothing"),
     ],
 )
 def test_variants_that_the_programs_do_not_know_are_named(options, obstacle):
@@ -316,16 +363,17 @@ def _train_on_ranks(kernel: str, options: dict[str, Any]) -> tuple[list[float], 
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["all classes", "half", "curricular, sizes unknown", "sub-centres"])
+@pytest.mark.parametrize("name", ["all classes", "half", "curricular, sizes unknown", "sub-centres", "inner products"])
 def test_the_same_model_and_measures_on_any_number_of_ranks(run_ranks, name):
     """The measures of a float64 head are compared with a dense classifier in head/test_stats.py, for each number of ranks."""
-    from megaclass import CurricularFace
+    from megaclass import CurricularFace, NormalisedSoftmax
 
     options: dict[str, Any] = {
         "all classes": {},
         "half": {"sample_rate": 0.5},
         "curricular, sizes unknown": {"margin": CurricularFace(scale=16), "max_batch": None, "sample_rate": 0.5},
         "sub-centres": {"num_subcentres": 2},
+        "inner products": {"similarity": "inner", "margin": NormalisedSoftmax(scale=8.0), "max_labels": 2},
     }[name]
     ((numbers, grads, centres),) = run_ranks(1, _train_on_ranks, "chunked", options)
     for size in (1, 3) if name == "half" else (3,):

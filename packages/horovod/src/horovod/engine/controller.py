@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,11 +49,15 @@ from horovod.engine.messages import (
     short_hash,
     unpacked_responses,
 )
-from horovod.engine.operation import Operation, OperationRunner
+from horovod.engine.operation import Operation
 from horovod.engine.rank0 import Rank0
 from horovod.engine.submission_queue import SubmissionQueue
 from horovod.engine.timeline import Timeline
 from megaclass_launch.rendezvous.connection_watch import ConnectionWatch
+
+# Only the type: the transport is built on the engine, not the other way round.
+if TYPE_CHECKING:
+    from horovod.transport.executor import Executor
 
 _log = logging.getLogger("megaclass.horovod")
 _DRAIN_S = 30.0
@@ -70,7 +75,7 @@ class Controller:
         settings: Settings,
         timeline: Timeline,
         process_sets: dict[int, tuple[int, ...]],
-        runner: OperationRunner,
+        runner: "Executor",
         connections: dict[int, ControlConnection],
         watch: ConnectionWatch,
     ) -> None:

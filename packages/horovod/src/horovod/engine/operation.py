@@ -1,14 +1,14 @@
-"""An operation that a caller has submitted, and what the controller needs of those who run operations."""
+"""An operation that a caller has submitted."""
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from horovod.engine.messages import Request, Response
+from horovod.engine.messages import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -38,19 +38,3 @@ class Operation:
     """Called once when the operation is done, by the engine thread: it must not wait."""
     ready: torch.cuda.Event | None = None
     """CUDA event after which the inputs may be read; once the operation is done, after which the outputs may be read."""
-
-
-class OperationRunner(Protocol):
-    """Executes operations for the controller, which does not know about tensors. `Executor` implements it."""
-
-    def perform(self, response: Response, operations: list[Operation | None]) -> None:
-        """Runs an agreed operation; an entry is None if this rank has joined and contributes zeros."""
-
-    def small_payload(self, operations: list[Operation]) -> bytes:
-        """Returns the tensors of a cycle if they are small enough to travel with the announcement, else nothing."""
-
-    def add_payloads(self, request: Request, payloads: list[bytes]) -> bytes:
-        """Combines the payloads of all ranks."""
-
-    def deliver_payload(self, operations: list[Operation | None], payload: bytes) -> None:
-        """Copies the combined payload into the outputs."""

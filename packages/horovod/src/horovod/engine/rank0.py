@@ -17,13 +17,16 @@ a lock.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import MessageKind
 from horovod.engine.coordinator import Answer, Coordinator, Cycle
 from horovod.engine.messages import Receiver, Request
-from horovod.engine.operation import OperationRunner
 from horovod.engine.timeline import Timeline
+
+if TYPE_CHECKING:
+    from horovod.transport.executor import Executor
 
 
 class Rank0:
@@ -38,7 +41,7 @@ class Rank0:
         own_requests: Callable[[bytes], Sequence[Request]],
         is_closed: Callable[[], bool],
         timeline: Timeline,
-        runner: OperationRunner,
+        runner: "Executor",
     ) -> None:
         """sends: sends a message to each rank; rank 0 itself comes last, because it runs operations in the call.
 

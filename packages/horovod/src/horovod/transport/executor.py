@@ -33,11 +33,9 @@ _OPS = {
     Product: dist.ReduceOp.PRODUCT,
 }
 
-_MOST_VIEWS = 64
-
 
 class Executor:
-    """Implements OperationRunner. An operation is None if this rank has joined and contributes zeros."""
+    """Runs operations for the controller. An operation is None if this rank has joined and contributes zeros."""
 
     add_payloads = staticmethod(arithmetic.add_payloads)
     deliver_payload = staticmethod(arithmetic.deliver_payload)
@@ -47,7 +45,6 @@ class Executor:
         self._sets = sets
         # Memory that is used again, by dtype, device and use.
         self._buffers: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
-        self._views: dict[tuple[torch.dtype, torch.device, tuple[torch.Size, ...]], list[Tensor]] = {}
         # Rounding errors of compressed allreduces, by process set, name of the operation and number of the tensor.
         self._remainders: dict[tuple[int, str, int], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -232,7 +229,7 @@ class Executor:
         dtype = torch.float32 if is_compressed else inputs[0].dtype
         counts = [tensor.numel() for tensor in inputs]
         buffer = self._buffer(sum(counts), dtype, inputs[0].device, "fusion")
-        places = self._places(buffer, inputs)
+        places = views_like(buffer, inputs)
         with self._timeline.phase(shown, "MEMCPY_IN_FUSION_BUFFER"):
             torch._foreach_copy_(places, inputs)
         with self._timeline.phase(shown, f"{self._sets.transport(request)}_ALLREDUCE"):
@@ -293,18 +290,7 @@ class Executor:
         buffer = self._buffers.get((dtype, device, use))
         if buffer is None or buffer.numel() < count:
             buffer = self._buffers[dtype, device, use] = torch.empty(count, dtype=dtype, device=device)
-            self._views.clear()
         return buffer[:count]
-
-    def _places(self, buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-        """Returns consecutive views of the fusion buffer in the shapes of the tensors."""
-        # Kept: making the views takes longer than copying small tensors, and a step repeats.
-        key = (buffer.dtype, buffer.device, tuple([tensor.shape for tensor in tensors]))
-        if key not in self._views:
-            if len(self._views) == _MOST_VIEWS:
-                self._views.clear()
-            self._views[key] = views_like(buffer, tensors)
-        return self._views[key]
 
 
 def _zeros(request: Request, device: torch.device) -> Operation:

@@ -23,13 +23,7 @@ from pathlib import Path
 
 from megaclass_launch.agent.supervisor import Supervisor, Worker
 from megaclass_launch.hang.record import keep_stacks, keep_verdict
-from megaclass_launch.hang.stacks import (
-    MAX_STACK_BYTES,
-    RankReport,
-    WatchedRank,
-    abort_group,
-    collect,
-)
+from megaclass_launch.hang.stacks import MAX_STACK_BYTES, WatchedRank, abort_group, collect
 from megaclass_launch.rank_status import FD_NAME, HANG_TIMEOUT, LookClock, StatusPage
 from megaclass_launch.wire.protocol import Message
 
@@ -167,9 +161,12 @@ class RankWatch:
         if folder is not None and (kept := keep_stacks(folder, name, by_rank)) is not None:
             self._say({"say": "kept", "folder": str(kept)}, b"")
         for report in reports:
-            self._say({"say": "stacks", **_sent(report)}, report.stacks.encode(errors="replace")[:MAX_STACK_BYTES])
-            if not report.stacks:
-                self._show_output(report)
+            # The driver knows the host, and the stacks follow the message as bytes.
+            sent = {one.name: getattr(report, one.name) for one in fields(report) if one.name not in ("host", "stacks")}
+            self._say({"say": "stacks", **sent}, report.stacks.encode(errors="replace")[:MAX_STACK_BYTES])
+            # What a program printed that is not a Python stack is output like any other.
+            if not report.stacks and (printed_instead := bytes(self._aborted.pop(report.rank, b""))):
+                self._say({"say": "output", "rank": report.rank, "stream": "stderr"}, printed_instead)
 
     def keep_verdict(self, order: Message) -> None:
         """Writes the driver's verdict into the run folder, if the ranks of this host have one."""
@@ -181,14 +178,3 @@ class RankWatch:
         # The ranks of a job share it, but one that hangs early may not have written it into its page yet.
         folders = (page.read().folder for page in self._pages.values())
         return next((Path(folder) for folder in folders if folder), None)
-
-    def _show_output(self, report: RankReport) -> None:
-        """Passes on what a program printed that is not a Python stack: it is output like any other."""
-        printed = bytes(self._aborted.pop(report.rank, b""))
-        if printed:
-            self._say({"say": "output", "rank": report.rank, "stream": "stderr"}, printed)
-
-
-def _sent(report: RankReport) -> Message:
-    # The driver knows the host, and the stacks follow the message as bytes.
-    return {field.name: getattr(report, field.name) for field in fields(report) if field.name not in ("host", "stacks")}

@@ -22,6 +22,7 @@ from types import TracebackType
 
 from megaclass_launch.agent import orphan_killer
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.hang.stacks import state_of
 
 _logger = logging.getLogger("megaclass.launch")
 
@@ -89,7 +90,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # Nothing was told to end (an exception, or a rank of Ray that ended by itself): what is left is killed at once.
+        # Nothing was told to end (an exception): what is left is killed at once.
         if self._kill_at is None:
             self.end(0.0)
         while not self.continue_ending():
@@ -224,10 +225,7 @@ class Supervisor:
 
     def is_stopped(self, worker: Worker) -> bool:
         """Returns whether the worker was stopped by SIGSTOP."""
-        try:
-            return Path(f"/proc/{worker.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-        except OSError:
-            return False
+        return state_of(worker.pid) == "T"
 
     def _processes(self) -> list[int]:
         sessions = {worker.pid for worker in self.workers}

@@ -145,7 +145,7 @@ class Rank0Ports:
 READ_BYTES = 1 << 16
 _READS_OF_A_FULL_PIPE = 2
 _FORWARDED = ("ready", "committed", "failed")
-_OF_A_GENERATION = ("generation", "token", "secret", "members", "previous_size", "needs_sync", "has_progressed")
+_OF_A_GENERATION = ("generation", "token", "members", "previous_size", "needs_sync", "has_progressed")
 
 
 class WorkerOutput:
@@ -297,7 +297,6 @@ class WorkerChannels:
                 {
                     "say": "assignment",
                     **{name: generation[name] for name in _OF_A_GENERATION},
-                    "worker": number,
                     "world": {**world, "address": generation["address"], "port": port},
                     "env": dict(environment(World(**world), generation)),
                 }
@@ -331,7 +330,7 @@ class WorkerChannels:
             kind = message.get("do")
             # A token of an earlier generation: the worker is late, and what it says concerns that generation only.
             if kind in _FORWARDED and message.get("token") == self._tokens[number]:
-                known: Message = {name: message[name] for name in ("why", "step", "text", "token") if name in message}
+                known: Message = {name: message[name] for name in ("why", "text", "token") if name in message}
                 self._say({"say": kind, "rank": number, **known})
         if not channel.is_open:
             self.close(number)

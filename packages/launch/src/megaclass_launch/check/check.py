@@ -29,9 +29,10 @@ from megaclass_launch.check.rules import (
     good,
     host_findings,
 )
-from megaclass_launch.driver.ssh import SshSettings, address_in, agent_command, cause_and_advice, login_command
+from megaclass_launch.driver.ssh import address_in, agent_command, cause_and_advice, login_command
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.hosts import Host
+from megaclass_launch.options import RunOptions
 from megaclass_launch.wire.protocol import ProtocolError
 
 _FACTS_S = 150.0
@@ -46,15 +47,16 @@ TOGETHER = "together"
 class CheckSettings:
     hosts: tuple[Host, ...]
     """Hosts to check; empty for this machine, with one slot per GPU that torch can use, or two on CPUs."""
-    ssh: SshSettings
-    workdir: str
-    config: str | None = None
-    """Path of a recipe that must be the same file on every host."""
-    interface: str | None = None
-    master_port: int = 0
-    start_timeout_s: float = 30.0
-    run_options: tuple[str, ...] = ()
-    """Options with which `run` reaches the same hosts."""
+    config: str | None
+    """Path of a configuration that must be the same file on every host."""
+    options: RunOptions
+    """Those with which `run` reaches the same hosts."""
+    arguments: tuple[str, ...]
+    """The same, as they are typed."""
+
+    @property
+    def interface(self) -> str | None:
+        return next(iter(self.options.interfaces), None)
 
 
 def check(settings: CheckSettings) -> Report:
@@ -72,7 +74,9 @@ def check(settings: CheckSettings) -> Report:
             together: list[Finding] = []
             if reachable:
                 facts = {host.name: host.facts for host in reachable}
-                together += difference_findings(facts, settings.config, settings.workdir, settings.ssh.python)
+                together += difference_findings(
+                    facts, settings.config, settings.options.workdir, settings.options.python
+                )
             if len(reachable) > 1:
                 _try_ports(reachable, settings, pool)
         finally:
@@ -120,9 +124,9 @@ class _HostCheck:
     def _collect_facts(self) -> None:
         begun = time.monotonic()
         self._client = ProbeClient(
-            self.host, agent_command(self.host, self._settings.ssh, "megaclass_launch.check.probe")
+            self.host, agent_command(self.host, self._settings.options, "megaclass_launch.check.probe")
         )
-        hello = self._client.ask({"token": self._client.token}, self._settings.start_timeout_s)
+        hello = self._client.ask({"token": self._client.token}, self._settings.options.start_timeout_s)
         if hello is None:
             self._note_not_started()
             return
@@ -131,7 +135,7 @@ class _HostCheck:
             took_s = time.monotonic() - begun
             self.findings.append(good("ssh", f"logs in without a prompt, in {took_s:.1f} s"))
             self._compare_clocks()
-        question = {"ask": "facts", "workdir": self._settings.workdir, "config": self._settings.config}
+        question = {"ask": "facts", "workdir": self._settings.options.workdir, "config": self._settings.config}
         facts = self._client.ask(question, _FACTS_S)
         if facts is None:
             self._note_not_started()
@@ -154,7 +158,7 @@ class _HostCheck:
     def _compare_clocks(self) -> None:
         assert self._client is not None
         asked_at = time.time()
-        reply = self._client.ask({"ask": "time"}, self._settings.start_timeout_s)
+        reply = self._client.ask({"ask": "time"}, self._settings.options.start_timeout_s)
         if reply is not None:
             doubt_s = (time.time() - asked_at) / 2
             self.findings.append(clock_finding(reply["time"] - asked_at - doubt_s, doubt_s))
@@ -162,13 +166,13 @@ class _HostCheck:
     def _note_not_started(self) -> None:
         assert self._client is not None
         code, said = self._client.exit_status()
-        what, advice = cause_and_advice(self.host, self._settings.ssh, code, said)
+        what, advice = cause_and_advice(self.host, self._settings.options, code, said)
         if advice:
             advice = f"{advice[0].upper()}{advice[1:]}."
         else:
             last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
             what += f" ({last})" if last else ""
-            advice = f"Type: {self._settings.ssh.python} -m megaclass_launch --version"
+            advice = f"Type: {self._settings.options.python} -m megaclass_launch --version"
         is_ssh = not self.host.is_local and code in (255, None)
         if not (is_ssh or self.host.is_local or any(finding.what == "ssh" for finding in self.findings)):
             self.findings.append(good("ssh", "logs in without a prompt"))
@@ -189,7 +193,7 @@ def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: Threa
     """Lets every host listen and every other host connect, as ranks do: at the port of rank 0 and at a free port."""
     listening: dict[str, list[tuple[str, str, int]]] = {}
     for index, host in enumerate(hosts):
-        ports = (settings.master_port, 0) if index == 0 and settings.master_port else (0,)
+        ports = (settings.options.master_port, 0) if index == 0 and settings.options.master_port else (0,)
         listening[host.name] = []
         for port in ports:
             try:
@@ -215,7 +219,7 @@ def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: Threa
             host.distrust(error)
             return
         if reply is None:
-            advice = f"Type: {login_command(host.host, settings.ssh)} uptime"
+            advice = f"Type: {login_command(host.host, settings.options)} uptime"
             host.findings.append(bad("ports", f"the host stopped answering: no reply for {_REACH_S:g} s", advice))
         else:
             host.findings += _reached(reply, _address(host, hosts, settings))
@@ -263,8 +267,8 @@ def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding
     where = ("-np", str(hosts[0].slots)) if is_here else ("-H", listed)
     sizes = ("-b", str(_LATENCY_BYTES), "-e", str(_BANDWIDTH_BYTES), "-f", str(_BANDWIDTH_BYTES // _LATENCY_BYTES))
     bench = ("-P", "-m", "megaclass_launch", "bench", "allreduce", "--json", *sizes)
-    run = [sys.executable, "-P", "-m", "megaclass_launch", "run", *settings.run_options, *where]
-    command = [*run, settings.ssh.python, *bench]
+    run = [sys.executable, "-P", "-m", "megaclass_launch", "run", *settings.arguments, *where]
+    command = [*run, settings.options.python, *bench]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ALL_REDUCE_S, check=False

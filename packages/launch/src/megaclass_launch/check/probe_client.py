@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megaclass_launch.check.rules import Facts
-from megaclass_launch.driver.agent_pipe import PipedProcess
+from megaclass_launch.driver.agent_pipe import PipedProcess, started_process
 from megaclass_launch.hosts import Host
 from megaclass_launch.operating_system import readable
 from megaclass_launch.wire.checks import Check, ip_address, number, one_of, or_none, text, truth, whole
@@ -23,7 +23,7 @@ class ProbeClient(PipedProcess):
         """Starts the probe."""
         self.token = secrets.token_hex(16)
         self._has_ended = False
-        super().__init__(host, command, MessageReader(after=greeting(self.token)))
+        super().__init__(host, started_process(host, command), MessageReader(after=greeting(self.token)))
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
         """Returns the answer, or None if none came in time; ProtocolError if the output is not a valid one."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from megaclass_launch.versions import NOT_INSTALLED, differences
+from megaclass_launch.versions import NOT_INSTALLED, differences, hosts_by_value
 from megaclass_launch.wire.checks import plain_text
 
 # ---- report ----
@@ -178,7 +178,7 @@ def _code(facts_by_host: Mapping[str, Facts]) -> list[Finding]:
     names = dict.fromkeys(name for facts in facts_by_host.values() for name in facts["code"])
     findings = []
     for name in names:
-        groups = _groups(
+        groups = hosts_by_value(
             {host: facts["code"][name][:12] for host, facts in facts_by_host.items() if name in facts["code"]}
         )
         if len(groups) > 1:
@@ -339,7 +339,7 @@ def _disk(facts: Facts) -> Finding:
     if free < _LEAST_DISK:
         return bad("free disk", found, f"A checkpoint would not fit: du -xsh {facts['workdir']}/* | sort -h")
     if free < _COMFORTABLE_DISK:
-        return doubtful("free disk", found, "Enough to start, but checkpoints of a large head take tens of GiB.")
+        return doubtful("free disk", found, "Enough to start, but checkpoints of a large model take tens of GiB.")
     return good("free disk", found)
 
 
@@ -360,7 +360,7 @@ def _shared_memory(facts: Facts) -> Finding:
 
 def _config(facts_by_host: Mapping[str, Facts], config: str, workdir: str) -> Finding:
     digests = {host: (facts["config"] or _MISSING)[:12] for host, facts in facts_by_host.items()}
-    groups = _groups(digests)
+    groups = hosts_by_value(digests)
     file = PurePath(workdir, config)
     if [*groups] == [_MISSING]:
         return bad("same config", f"{config} is not on {', '.join(digests)}", f"Check the path: looked for {file}")
@@ -377,13 +377,6 @@ def _config(facts_by_host: Mapping[str, Facts], config: str, workdir: str) -> Fi
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"[0-9]+", version.partition("+")[0])[:2])
-
-
-def _groups(values: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for host, value in values.items():
-        found.setdefault(value, []).append(host)
-    return found
 
 
 def _sides(groups: Mapping[str, Sequence[str]]) -> str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import partial
+from typing import IO, Protocol
 
 from megaclass_launch.driver.output import DriverIo
 from megaclass_launch.errors import LaunchError
@@ -41,29 +42,46 @@ class PipeState(Enum):
     """It ended or fell silent without saying that it is done; its ranks end by themselves."""
 
 
-class PipedProcess:
-    """A process, `ssh` or one on this machine, with its three pipes, none of which ever blocks. reader: of its messages."""
+class Process(Protocol):
+    """A subprocess.Popen, or what stands for a process on a node of Ray."""
 
-    def __init__(self, host: Host, command: list[str], reader: MessageReader) -> None:
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
+def started_process(host: Host, command: list[str]) -> Process:
+    """Starts `ssh`, or a program on this machine, for a host."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            # A session of its own: Ctrl-C in the terminal reaches the driver only, which decides what to send to the ranks.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"Cannot start {command[0]!r} for {host.name}: {error.strerror}. Set --python to an existing Python."
+        ) from error
+
+
+class PipedProcess:
+    """A process with its three pipes, none of which ever blocks. reader: of its messages."""
+
+    def __init__(self, host: Host, process: Process, reader: MessageReader) -> None:
         self.host = host
+        self.process = process
         self.stderr_text = ""
         """The end of what it wrote to stderr."""
         self.has_closed_stderr = False
         self._reader = reader
-        try:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                # A session of its own: Ctrl-C in the terminal reaches the driver only, which decides what to send to the ranks.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"Cannot start {command[0]!r} for {host.name}: {error.strerror}. Set --python to an existing Python."
-            ) from error
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
         # One thread serves all hosts: a host that does not read, or sends without end, must not stop the others.
@@ -135,9 +153,7 @@ class PipedProcess:
 class AgentPipe(PipedProcess):
     """An agent, as the driver has it. Its messages are checked."""
 
-    def __init__(
-        self, host: Host, command: list[str], *, token: str, run_id: str, checker: AgentMessageChecker
-    ) -> None:
+    def __init__(self, host: Host, process: Process, *, token: str, run_id: str, checker: AgentMessageChecker) -> None:
         self.run_id = run_id
         """By its run id in the environment, an orphan killer recognises the processes of this agent."""
         self.checker = checker
@@ -149,7 +165,7 @@ class AgentPipe(PipedProcess):
         reader = MessageReader(
             after=greeting(token), max_line_bytes=MAX_AGENT_LINE_BYTES, max_payload_bytes=MAX_OUTPUT_BYTES
         )
-        super().__init__(host, command, reader)
+        super().__init__(host, process, reader)
 
     @property
     def name(self) -> str:

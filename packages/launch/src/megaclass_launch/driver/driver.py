@@ -1,9 +1,9 @@
 """The driver of `megaclass run`: it starts the ranks on all hosts and shows their output. Standard library only; no torch.
 
     options -> hosts -> plan -> JobRun (one loop around one JobState) -> exit code
-                          ^------- again after a failure, with --restarts (outcome.py)
+                                  ^--- the next generation after a failure, with --restarts (JobRun.run)
 
-The loop receives what the agents send, decides, and carries out the orders:
+The loop receives what the agents send, decides, and carries out the orders. States of one generation:
 
     connecting --all hosts said hello--> running --every agent is done or lost--> over
          |                                  |                                      ^
@@ -11,12 +11,12 @@ The loop receives what the agents send, decides, and carries out the orders:
          | or a signal                      | a signal, a hang, stdout closed      |
          +--------------------------------> ending --agents are done, or give up --+
 
-An elastic job forms one generation after the other while it runs (generations.py); other jobs have one. Everything happens in
-one thread, in `JobRun.run`; only the Screen and the Discovery have threads of their own.
+An elastic job forms one generation after the other while it runs (generations.py); other jobs have one per start. Everything
+happens in one thread, in `JobRun.run`; only the Screen and the Discovery have threads of their own.
 
     event                              decision                                       orders
-    a message of an agent              `on_message`                                   Tell, Open, Close, StopListening:
-    an agent is lost                   job_end.py                                     `_carry_out`
+    a message of an agent              `on_message`                                   Tell, Open, Close: `_carry_out`
+    an agent is lost                   job_end.py
     a signal, time                     job_end.py, hang_watch.py
     after every event                  start.py:start_together, generations.py:advance
 """
@@ -25,28 +25,24 @@ import logging
 import resource
 import selectors
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from megaclass_launch.driver import generations, job_end, start
-from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState
+from megaclass_launch.driver.agent_pipe import AgentPipe, AgentPipes, PipeState, Process
 from megaclass_launch.driver.discovery import Discovery, Source, source_of
 from megaclass_launch.driver.hang_watch import HangWatch
-from megaclass_launch.driver.job import Close, JobState, Open, Order, StopListening, Tell, WorkerRecord
-from megaclass_launch.driver.outcome import NoRestartError, Outcome, StartResult, run_job, stopped_message
-from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.driver.ssh import SshSettings, agent_command
-from megaclass_launch.errors import LaunchError
-from megaclass_launch.exit_codes import (
-    EXIT_RESUME_ME,
-    EXIT_USER_ERROR,
-    exit_status,
-    how_it_ended,
-    is_worth_restarting,
-)
+from megaclass_launch.driver.job import Close, JobState, Open, Order, Tell, WorkerRecord
+from megaclass_launch.driver.outcome import SHORT_START_S, Outcome, RestartLimit, headline, stopped_message
+from megaclass_launch.driver.output import DriverIo, DriverMessages
+from megaclass_launch.driver.ssh import NoRestartError, SshHosts, agent_command
+from megaclass_launch.errors import EXIT_TRY_AGAIN, LaunchError
+from megaclass_launch.exit_codes import EXIT_RESUME_ME, EXIT_USER_ERROR, exit_status, how_it_ended, is_worth_restarting
 from megaclass_launch.hosts import Host
+from megaclass_launch.operating_system import readable
 from megaclass_launch.options import RunOptions
 from megaclass_launch.placement import describe_plan, passed_on, place_ranks
+from megaclass_launch.signals import DRIVER_SIGNALS, EndedBySignalError, SignalQueue
 from megaclass_launch.wire.agent_messages import RESULT_STREAM
 from megaclass_launch.wire.protocol import Message, ProtocolError, Why, beat_interval
 
@@ -72,16 +68,15 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
             return 0
         # Hosts may still be added: for the names of output files and the limit of open files, a guess is enough.
         num_ranks = options.max_processes or sum(host.slots for host in hosts) or options.min_ranks
-        _raise_file_limit(_FILES_PER_HOST * _MAX_ELASTIC_HOSTS + _FILES_PER_RANK * num_ranks)
-        return run_job(partial(_Job, options, [], num_ranks, source=source), options, num_ranks, num_restarts=0)
+        return run_job(options, SshHosts(options, [], num_ranks), _MAX_ELASTIC_HOSTS, num_ranks, source)
     num_processes = options.num_processes or sum(host.slots for host in hosts)
     if options.min_processes is not None and options.min_processes > num_processes:
         raise LaunchError(
             f"--min-np {options.min_processes} is more than the {num_processes} processes to start with: "
             f"lower it, or raise -np."
         )
-    placements = place_ranks(hosts, num_processes)
-    here = [placement.host.name for placement in placements if placement.host.is_local]
+    placed = place_ranks(hosts, num_processes)
+    here = [host.name for host in placed if host.is_local]
     if len(here) > 1:
         _logger.warning(
             f"{' and '.join(here)} are this machine: taken for {len(here)} hosts, whose ranks share its cores, and its GPUs "
@@ -89,77 +84,44 @@ def run(options: RunOptions, hosts: Sequence[Host]) -> int:
             extra={"sender": options.program},
         )
     if options.is_dry_run:
-        print(_plan(options, hosts, num_processes))
+        print(_plan(options, placed))
         return 0
-    _raise_file_limit(_FILES_PER_HOST * len(placements) + _FILES_PER_RANK * num_processes)
     # Not started before this line: everything above can be wrong without a trace on any host.
-    job = partial(_Job, options, [*hosts], num_processes)
-    return run_job(job, options, num_processes, num_restarts=options.restarts)
+    return run_job(options, SshHosts(options, hosts, num_processes), len(placed), num_processes)
 
 
-class _Job:
-    """A RestartableJob, which starts as a new JobState each time and may exclude hosts that have failed.
-
-    source: of the hosts of an elastic job, which is started once.
-    """
-
-    def __init__(
-        self, options: RunOptions, hosts: list[Host], num_processes: int, io: DriverIo, source: Source | None = None
-    ) -> None:
-        self._options = options
-        self._hosts = hosts
-        self._num_processes = num_processes
-        self._io = io
-        self._source = source
-
-    def start(self, restart: int) -> StartResult:
-        placements = place_ranks(self._hosts, self._num_processes) if self._source is None else None
-        used = [placement.host_with_ranks() for placement in placements] if placements is not None else None
-        job = JobState(self._options, _ssh_settings(self._options), self._io, used, restart)
-        outcome = JobRun(job, Discovery(self._source) if self._source is not None else None).run()
-        return StartResult(outcome=outcome, has_started=job.ranks.has_started, checkpoint_step=job.checkpoint_step)
-
-    def exclude_failed_hosts(self, outcome: Outcome) -> bool:
-        left = [host for host in self._hosts if host.name not in outcome.failed_hosts]
-        if not self._options.excludes_failed_hosts or len(left) == len(self._hosts):
-            return False
-        num_slots = sum(host.slots for host in left)
-        if num_slots < (self._options.min_processes or self._num_processes):
-            raise NoRestartError(f"without {', '.join(outcome.failed_hosts)} too few slots are left for --min-np.")
-        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
-        return True
-
-    def describe(self) -> str:
-        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
-        return f"{self._num_processes} ranks on {listed}"
+def run_job(
+    options: RunOptions, hosts: "JobHosts", num_hosts: int, num_ranks: int, source: Source | None = None
+) -> int:
+    """Runs a job and returns its exit code. source: of the hosts of an elastic job."""
+    _raise_file_limit(_FILES_PER_HOST * num_hosts + _FILES_PER_RANK * num_ranks)
+    with SignalQueue(DRIVER_SIGNALS) as signals:
+        io = DriverIo.open(options, num_ranks, signals)
+        # Also closed after a LaunchError: what was printed before it must reach the screen.
+        outcome = Outcome(exit_code=0)
+        try:
+            outcome = JobRun(options, hosts, io, source).run()
+        except EndedBySignalError as signal:
+            outcome = Outcome(exit_code=exit_status(-signal.args[0]), may_restart=False)
+        finally:
+            io.close(is_patient=outcome.may_restart)
+    return outcome.exit_code
 
 
 def _print_elastic_plan(options: RunOptions, source: Source) -> None:
     now = source.ask()
     print(f"elastic: at least {options.min_ranks} ranks; hosts from {source.name}; with the hosts of this moment:")
-    print(_plan(options, now, min(options.max_ranks, sum(host.slots for host in now))))
+    print(_plan(options, place_ranks(now, min(options.max_ranks, sum(host.slots for host in now)))))
 
 
-def _plan(options: RunOptions, hosts: Sequence[Host], num_processes: int) -> str:
-    placements = place_ranks(hosts, num_processes)
+def _plan(options: RunOptions, placed: Sequence[Host]) -> str:
     return describe_plan(
-        placements,
-        [agent_command(placement.host, _ssh_settings(options)) for placement in placements],
+        placed,
+        [agent_command(host, options) for host in placed],
         command=options.command,
         workdir=options.workdir,
         given=options.given_env,
         passed=passed_on(),
-    )
-
-
-def _ssh_settings(options: RunOptions) -> SshSettings:
-    return SshSettings(
-        port=options.ssh_port,
-        identity_file=options.ssh_identity_file,
-        extra=options.ssh_args,
-        remote_prefix=options.remote_prefix,
-        python=options.python,
-        heartbeat_s=options.heartbeat_s,
     )
 
 
@@ -173,24 +135,93 @@ def _raise_file_limit(num_files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+# ---- hosts ----
+
+
+class JobHosts(Protocol):
+    """The hosts of a job: which of them a generation uses, and the way in which their agents are started."""
+
+    def placed(self, signals: SignalQueue) -> list[Host]:
+        """Returns the hosts of the next generation, with as many slots as ranks are to be started there."""
+        ...
+
+    def start_agent(self, host: Host, messages: DriverMessages) -> Process: ...
+
+    def exclude(self, failed: Collection[str]) -> bool:
+        """Leaves failed hosts out from now on; returns whether that changed anything. NoRestartError if too few are left."""
+        ...
+
+    def describe(self) -> str:
+        """Returns the ranks and hosts of the next generation, for a message."""
+        ...
+
+
 # ---- the loop ----
 
 
 class JobRun:
-    """Runs a job from the first connection to the last process gone. discovery: of the hosts of an elastic job."""
+    """Runs the generations of one job. source: of the hosts of an elastic job."""
 
-    def __init__(self, job: JobState, discovery: Discovery | None = None) -> None:
-        self._job = job
-        self._discovery = discovery
-        self._pipes = AgentPipes(job.opened, self._on_message, job.io)
-        self._hang_watch = HangWatch(job)
-        self._orphan_killers = job_end.OrphanKillers(job.ssh, job.options.fault_grace_s)
-        self._beat_due_at = 0.0
-        self._beat_interval_s = min(_LONGEST_BEAT_S, beat_interval(job.options.heartbeat_s))
+    def __init__(self, options: RunOptions, hosts: JobHosts, io: DriverIo, source: Source | None) -> None:
+        self._hosts = hosts
+        self._discovery = Discovery(source) if source is not None else None
+        self._job = JobState(options, io, hosts.placed(io.signals) if source is None else None)
+        self._beat_interval_s = min(_LONGEST_BEAT_S, beat_interval(options.heartbeat_s))
 
     def run(self) -> Outcome:
-        """Starts the ranks, waits until nothing of them is left, and returns the outcome."""
-        job, selector = self._job, self._pipes.selector
+        """Runs generations until one succeeds, or none may follow.
+
+        outcome -> exit code 0, or one that must not be repeated ------> return
+           ^          otherwise: exclude failed hosts; give up after 3 starts without progress
+           +-- the next generation <-- pause, longer after each short start <--+
+        """
+        job, messages, limit = self._job, self._job.messages, RestartLimit()
+        # Generations of an elastic job need no restart, and have a limit of their own.
+        num_restarts = 0 if job.is_elastic else job.options.restarts
+        while True:
+            begun = time.monotonic()
+            outcome = self._run_generation()
+            seconds = time.monotonic() - begun
+            limit.note(seconds, has_started=job.ranks.has_started, step=job.checkpoint_step)
+            # Order of the reasons: success, an outcome that repeats itself, no restart left, too few hosts, no progress.
+            if outcome.exit_code == 0 or not outcome.may_restart or job.restart == num_restarts:
+                return outcome
+            # The hosts first: with other hosts the count of starts without progress begins again.
+            try:
+                if self._hosts.exclude(outcome.failed_hosts):
+                    limit.forget()
+            except NoRestartError as reason:
+                messages.say(f"no restart: {reason}")
+                return outcome
+            if (why := limit.why_not_again()) is not None:
+                messages.say(why)
+                return outcome
+            self._pause(limit)
+            # The ranks read this number in MEGACLASS_RESTART, and may continue a run instead of starting as told.
+            restart = job.restart + 1
+            messages.say(f"restart {restart} of {num_restarts}: {self._hosts.describe()}.")
+            job.begin(restart, self._hosts.placed(job.io.signals))
+
+    def _pause(self, limit: RestartLimit) -> None:
+        """Waits before a restart."""
+        pause_s, signals = limit.pause_s(), self._job.io.signals
+        ends_at = time.monotonic() + pause_s
+        if pause_s > 1:
+            short = f"{limit.num_short} starts ended within {SHORT_START_S:g} s"
+            self._job.messages.say(f"{short}: the next one in {pause_s:.0f} s.")
+        while (left_s := ends_at - time.monotonic()) > 0:
+            # Not a plain sleep: Ctrl-C must end the pause, and with it the job.
+            readable([signals], left_s)
+            signals.raise_if_ended()
+
+    def _run_generation(self) -> Outcome:
+        """Starts the ranks, and waits until nothing of them is left."""
+        job = self._job
+        self._pipes = AgentPipes(job.opened, self._on_message, job.io)
+        self._hang_watch = HangWatch(job)
+        self._orphan_killers = job_end.OrphanKillers(job.options)
+        self._beat_due_at = 0.0
+        selector = self._pipes.selector
         selector.register(job.io.signals, selectors.EVENT_READ, self._on_signals)
         if self._discovery is not None:
             selector.register(self._discovery, selectors.EVENT_READ, self._on_hosts)
@@ -217,7 +248,7 @@ class JobRun:
             self._hang_watch.finish()
         finally:
             self._close()
-        return job.decision.final()
+        return job.decision.outcome
 
     def _is_over(self) -> bool:
         # Not by the agents alone: before the first host of an elastic job is known, and while all are lost, there are none.
@@ -252,18 +283,16 @@ class JobRun:
                     if kills_orphans:
                         self._orphan_killers.start(agent)
                     self._pipes.stop_listening(agent)
-                    agent.close()
-                case StopListening(agent):
-                    self._pipes.stop_listening(agent)
+                    if agent.state is PipeState.LOST:
+                        agent.close()
 
     def _open(self, order: Open) -> None:
         """Starts an agent and sends it the job."""
         job, host = self._job, order.host
-        command = agent_command(host, job.ssh)
-        job.messages.detail(f"{host.name}: {command}")
+        process = self._hosts.start_agent(host, job.messages)
         # Two host names may be one machine, where no agent may end another's ranks.
         run_id = f"{job.run_id}-{len(job.opened) + 1}"
-        agent = AgentPipe(host, command, token=job.token, run_id=run_id, checker=start.checker_for(job, host))
+        agent = AgentPipe(host, process, token=job.token, run_id=run_id, checker=start.checker_for(job, host))
         self._pipes.add(agent)
         job.agents[host.name] = agent
         agent.send(start.agent_job(job, host, run_id))
@@ -275,7 +304,7 @@ class JobRun:
         try:
             messages = agent.read()
             if messages is None:
-                job_end.note_end_of_stream(job, agent, job_end.why_ended(agent, job.ssh))
+                job_end.note_end_of_stream(job, agent, job_end.why_ended(agent, job.options))
             for message, payload in messages or ():
                 self._carry_out(on_message(job, self._hang_watch, agent, message, payload))
                 if agent.is_over:
@@ -311,7 +340,7 @@ class JobRun:
             # While the driver does not read, it cannot tell which agents are silent.
             silent_s = now - agent.heard_at
             if agent.state is PipeState.RUNNING and silent_s > job.silence_s and not job.is_paused:
-                job_end.note_silence(job, agent, silent_s)
+                job_end.lose(job, agent, job_end.why_silent(silent_s), code=EXIT_TRY_AGAIN, is_reachable=False)
         job_end.lose_late(job, now)
         if job.is_elastic:
             generations.kill_stopped(job, now, job.silence_s)
@@ -442,7 +471,7 @@ def _note_exit(job: JobState, worker: WorkerRecord, pid: int, code: int) -> None
         job_end.note_failure(job, outcome, report)
         return
     # At once, before the other ranks print their own errors about the one that is gone.
-    job.messages.say(job.ranks.headline_of(worker))
+    job.messages.say(headline(worker.shown_rank, worker.host, pid, code, len(job.ranks.alive)))
     if not job.is_elastic and job.restart < job.options.restarts and not may_restart:
         job.messages.say(f"exit code {code} means that something has to be fixed first: no restart.")
     job_end.end(job, outcome, report=report)

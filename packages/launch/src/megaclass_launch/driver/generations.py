@@ -266,7 +266,8 @@ def _publish(job: JobState, members: Sequence[WorkerRecord], now: float) -> None
         here = {str(member.number): asdict(worlds[member.number]) for member in members if member.host == host}
         job.tell(job.agents[host], {**message, "worlds": here, "uses_ports": host == hosts[0]})
     # After the messages, which name the old ranks; what the ranks have printed without a line end belongs to these as well.
-    flush(job)
+    for worker in job.ranks.alive.values():
+        job.show_rest(worker)
     for member in members:
         member.rank = member.shown_rank = worlds[member.number].rank
         member.is_ready = False
@@ -320,12 +321,6 @@ def _tell_generation(job: JobState, message: Message) -> None:
         # The others have started no worker yet.
         if agent.state is PipeState.RUNNING:
             job.tell(agent, {**message, "token": job.generation_token})
-
-
-def flush(job: JobState) -> None:
-    """Shows what the ranks have printed without a line end."""
-    for worker in job.ranks.alive.values():
-        job.show_rest(worker)
 
 
 # ---- workers that leave ----
@@ -447,10 +442,7 @@ def publication(
         "generation": generation.number,
         "token": generation.token,
         **generation.where(),
-        "members": [
-            {"worker": member.number, "host": member.host, "slot": member.slot, "previous_rank": member.rank}
-            for member in members
-        ],
+        "members": [{"host": member.host, "slot": member.slot, "previous_rank": member.rank} for member in members],
         "previous_size": previous_size,
         "needs_sync": needs_sync,
         "has_progressed": has_progressed,

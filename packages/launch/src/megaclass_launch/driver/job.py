@@ -1,7 +1,7 @@
 """The state of a job: one object that all decisions read and change, and the orders that follow. Standard library only.
 
-A job that is not elastic has one generation, to which all ranks belong, and replaces none of them; a restart starts the next
-generation from the beginning, as a new JobState with new agents. An elastic job forms one generation after the other.
+All ranks of a job that is not elastic belong to one generation, and none of them is replaced; a restart is the next generation
+(`JobState.begin`). The ranks of an elastic job outlive its generations, which it forms one after the other.
 
 Everything happens in the driver's one thread, so no field needs a lock. Decisions (messages.py, generations.py, start.py,
 hang_watch.py, job_end.py) change the fields below and add orders; the loop (driver.py) takes the orders and
@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
-from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, failure_report, headline
+from megaclass_launch.driver.outcome import LastLines, Outcome, OutcomeDecision, failure_report
 from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.driver.ssh import SshSettings
 from megaclass_launch.hosts import Host
 from megaclass_launch.options import RunOptions
+from megaclass_launch.placement import places_on
 from megaclass_launch.signals import InterruptLadder
 from megaclass_launch.wire.protocol import Message, Why, silence_limits
 
@@ -126,15 +126,10 @@ class RankTable:
         ranks = [worker.shown_rank for worker in self.rows if worker.host == host]
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
-    def headline_of(self, worker: WorkerRecord) -> str:
-        assert worker.code is not None
-        return headline(worker.shown_rank, worker.host, worker.pid, worker.code, len(self.alive))
-
     def failure_report_of(self, worker: WorkerRecord) -> str:
         """Returns the report about the rank that failed first, and names the ranks that had left before it."""
         assert worker.code is not None
-        last_lines = worker.last_lines.shown()
-        text = failure_report(worker.shown_rank, worker.host, worker.pid, worker.code, last_lines)
+        text = failure_report(worker.name, worker.pid, worker.code, worker.last_lines.shown())
         early = [other for other in self.rows if other.code == 0 and not other.is_leaving]
         if early:
             # A rank that left early with exit code 0 often is the cause: the others then fail for want of it.
@@ -237,20 +232,16 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the pipes of an agent that is lost. kills_orphans: end what it may have left on its host."""
+    """Stop listening to an agent that is over. Pipes of a lost one are closed now, those of others at the end.
+
+    kills_orphans: end what it may have left on its host.
+    """
 
     agent: AgentPipe
-    kills_orphans: bool
+    kills_orphans: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StopListening:
-    """Stop listening to an agent that is over; its pipes are closed with those of all others."""
-
-    agent: AgentPipe
-
-
-Order = Tell | Open | Close | StopListening
+Order = Tell | Open | Close
 
 
 # ---- generations ----
@@ -268,12 +259,7 @@ class Generation:
     store_port: int
 
     def where(self) -> Message:
-        return {
-            "address": self.address,
-            "port": self.port,
-            "store_port": self.store_port,
-            "secret": self.secret,
-        }
+        return {"address": self.address, "port": self.port, "store_port": self.store_port, "secret": self.secret}
 
 
 @dataclass(slots=True)
@@ -301,19 +287,14 @@ class RunningGeneration:
 
 
 class JobState:
-    """One start of a job that is not elastic, or a whole elastic job."""
+    """The whole job: what all its generations share, and the generation that runs."""
 
-    def __init__(
-        self, options: RunOptions, ssh: SshSettings, io: DriverIo, hosts: Sequence[Host] | None = None, restart: int = 0
-    ) -> None:
-        """hosts: with as many slots as ranks are to be started there; None in an elastic job, which has to find them."""
-        self.options, self.ssh, self.io = options, ssh, io
+    def __init__(self, options: RunOptions, io: DriverIo, hosts: Sequence[Host] | None = None) -> None:
+        """hosts: of the first generation, see `begin`; None in an elastic job, which has to find them."""
+        self.options, self.io = options, io
         self.messages, self.output = io.messages, io.output
         self.is_elastic = hosts is None
-        self.restart = restart
-        # The run id, the token and the secrets are new in every start. The token is random, so the output of a login script
-        # on a host cannot be taken for an agent's greeting.
-        self.run_id = secrets.token_hex(8)
+        # It is random, so the output of a login script on a host cannot be taken for an agent's greeting.
         self.token = secrets.token_hex(16)
         self.silence_s, self.silence_grace_s = silence_limits(options.heartbeat_s, options.fault_grace_s)
         """An agent that sent nothing for this long is lost, and the others have so long to end their ranks."""
@@ -322,26 +303,10 @@ class JobState:
 
         self.hosts = HostTable(options.cooldown_s, random.random)
         """Hosts that may be used, and hosts that have failed."""
-        self.opened: list[AgentPipe] = []
-        """All agents, also those that are over."""
         self.agents: dict[str, AgentPipe] = {}
         """The agents in use, by host; one that was told to leave is not in use any more."""
-        self.ranks = RankTable()
         self.checkpoint_step: int | None = None
-        """Step of the last checkpoint that a rank has reported; read by the restart loop."""
-        self.printed_at = time.monotonic()
-        """Time at which a rank last printed anything, or at which all were started."""
-
-        self.problems: list[tuple[str, str]] = []
-        """Host, or an empty text for all together, and why the job cannot start; not used by elastic jobs."""
-        self.start_deadline = time.monotonic() + options.start_timeout_s if hosts is not None else float("inf")
-        """Until when the hosts may answer; infinity once they have."""
-
-        self.decision = OutcomeDecision()
-        self.give_up_at = float("inf")
-        """Time at which agents that do not report the end of their ranks are abandoned."""
-        self.resume_deadline = float("inf")
-        """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
+        """Step of the last checkpoint that a rank has reported."""
         self.ladder = InterruptLadder()
         self.has_passed_sigterm = False
 
@@ -365,11 +330,38 @@ class JobState:
         """Time since which there are too few ranks for a generation."""
         self.has_told_shortage = False
 
+        self.begin(0, hosts)
+
+    def begin(self, restart: int, hosts: Sequence[Host] | None) -> None:
+        """Begins the next generation of a job that is not elastic; an elastic job begins once, and then publishes its own.
+
+        The fields below belong to the generation. It has agents of its own: an agent, an ssh or a host may have ended the
+        last one. hosts: with as many slots as ranks are to be started there; None in an elastic job.
+        """
+        self.restart = restart
+        # By the run id, orphan killers know the processes of this generation.
+        self.run_id = secrets.token_hex(8)
+        self.opened: list[AgentPipe] = []
+        """All agents, also those that are over."""
+        self.ranks = RankTable()
+        self.printed_at = time.monotonic()
+        """Time at which a rank last printed anything, or at which all were started."""
+
+        self.problems: list[tuple[str, str]] = []
+        """Host, or an empty text for all together, and why the job cannot start; not used by elastic jobs."""
+        self.start_deadline = self.printed_at + self.options.start_timeout_s if hosts is not None else float("inf")
+        """Until when the hosts may answer; infinity once they have."""
+
+        self.decision = OutcomeDecision()
+        self.give_up_at = float("inf")
+        """Time at which agents that do not report the end of their ranks are abandoned."""
+        self.resume_deadline = float("inf")
+        """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
         self._orders: list[Order] = []
         if hosts is not None:
             self.hosts.update(hosts)
-            for place in [(host.name, slot) for host in hosts for slot in range(host.slots)]:
-                self.ranks.add(*place, time.monotonic(), rank=len(self.ranks.rows))
+            for place in places_on(hosts):
+                self.ranks.add(*place, self.printed_at, rank=len(self.ranks.rows))
 
     @property
     def is_ending(self) -> bool:
@@ -441,7 +433,7 @@ class JobState:
         """Notes that an agent is done."""
         agent.state = PipeState.DONE
         self.forget(agent)
-        self.order(StopListening(agent))
+        self.order(Close(agent))
 
     def forget(self, agent: AgentPipe) -> None:
         """Uses an agent no more. Its host may have a newer agent by now, which stays."""

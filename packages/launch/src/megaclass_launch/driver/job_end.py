@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from megaclass_launch.driver.agent_pipe import AgentPipe, PipeState
 from megaclass_launch.driver.job import JobState
 from megaclass_launch.driver.outcome import RESUME_ME, Outcome, Reason
-from megaclass_launch.driver.ssh import SshSettings, agent_command, is_connection_lost, why_not_started
+from megaclass_launch.driver.ssh import agent_command, is_connection_lost, why_not_started
 from megaclass_launch.errors import EXIT_TRY_AGAIN
 from megaclass_launch.exit_codes import EXIT_HOST_LOST, exit_status, how_it_ended, signal_name
+from megaclass_launch.options import RunOptions
 from megaclass_launch.signals import ENDING_SIGNALS
 
 _LEAVE_S = 4.0
@@ -214,11 +215,6 @@ def note_end_of_stream(job: JobState, agent: AgentPipe, why: str) -> None:
         lose_host(job, agent.name, why, code)
 
 
-def note_silence(job: JobState, agent: AgentPipe, silent_s: float) -> None:
-    """Gives up a host that has not answered for too long."""
-    lose(job, agent, why_silent(silent_s), code=EXIT_TRY_AGAIN, is_reachable=False)
-
-
 def lose_late(job: JobState, now: float) -> None:
     """Gives up hosts of an elastic job that have not said hello within the start timeout."""
     limit_s = job.options.start_timeout_s
@@ -263,7 +259,7 @@ def abandon_unfinished(job: JobState) -> None:
         job.drop(agent, kills_orphans=agent.state is PipeState.RUNNING)
 
 
-def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
+def why_ended(agent: AgentPipe, options: RunOptions) -> str:
     """Returns why ssh or the local agent has ended before it said that all is done.
 
     Before the agent's hello this is a whole sentence about the host; later, it follows the host's name.
@@ -274,8 +270,9 @@ def why_ended(agent: AgentPipe, ssh: SshSettings) -> str:
     # ssh's exit code tells a failed login (255) from an agent that ended.
     code = agent.wait(_EXIT_CODE_S)
     if agent.state is PipeState.STARTING:
-        return why_not_started(agent.host, ssh, code, agent.stderr_text)
-    who = "its agent" if agent.host.is_local else "its agent, or the ssh connection to it,"
+        return why_not_started(agent.host, options, code, agent.stderr_text)
+    way = "Ray's actor with it" if options.launcher == "ray" else "the ssh connection to it"
+    who = "its agent" if agent.host.is_local else f"its agent, or {way},"
     return f"was lost: {who} ended" + (f" with {how_it_ended(code)}" if code is not None else "")
 
 
@@ -287,20 +284,21 @@ def why_silent(silent_s: float) -> str:
 class OrphanKillers:
     """The orphan killers that the driver has started on the hosts of lost agents."""
 
-    def __init__(self, ssh: SshSettings, grace_s: float) -> None:
-        self._ssh = ssh
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
         # The driver waits for them at its end, so they get no more time than the agents do.
-        self._grace_s = min(grace_s, _LEAVE_S)
+        self._grace_s = min(options.fault_grace_s, _LEAVE_S)
         self._running: list[tuple[subprocess.Popen[bytes], float]] = []
         """Each with the time at which it is given up."""
 
     def start(self, agent: AgentPipe) -> None:
         """Starts to kill all processes of the agent's run on its host, and does not wait."""
-        if len(self._running) == _MAX_ORPHAN_KILLERS:
+        # On a node of Ray only the agent can start a process; its own orphan killers remain.
+        if len(self._running) == _MAX_ORPHAN_KILLERS or self._options.launcher == "ray":
             return
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
-                agent_command(agent.host, self._ssh, "megaclass_launch.agent.orphan_killer"),
+                agent_command(agent.host, self._options, "megaclass_launch.agent.orphan_killer"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -11,18 +11,11 @@ of several signals the last counts, because the user has insisted.
 
 import re
 import signal
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
-from megaclass_launch.driver.output import DriverIo
-from megaclass_launch.exit_codes import EXIT_RESUME_ME, exit_status, how_it_ended
-from megaclass_launch.operating_system import readable
-from megaclass_launch.options import RunOptions
-from megaclass_launch.signals import DRIVER_SIGNALS, ENDING_SIGNALS, SignalQueue
+from megaclass_launch.exit_codes import EXIT_RESUME_ME, how_it_ended
 from megaclass_launch.wire.checks import plain_text
 
 
@@ -55,7 +48,8 @@ class OutcomeDecision:
         self.reason = Reason.NONE
         self.report = ""
         """Names the rank or host that failed first; shown when no rank prints any more."""
-        self._outcome = Outcome(exit_code=0)
+        self.outcome = Outcome(exit_code=0)
+        """It counts when nothing of the job is left."""
 
     @property
     def is_ending(self) -> bool:
@@ -67,7 +61,7 @@ class OutcomeDecision:
         # A signal also replaces a signal: SIGTERM after Ctrl-C gives the exit code of SIGTERM.
         counts = reason > self.reason or reason is Reason.SIGNAL
         if counts:
-            self.reason, self._outcome = reason, outcome
+            self.reason, self.outcome = reason, outcome
             # A signal keeps the report about an earlier fault: the user still wants to know the cause.
             self.report = report or self.report
         return counts
@@ -75,12 +69,8 @@ class OutcomeDecision:
     def explain(self, outcome: Outcome, report: str) -> None:
         """Completes a fault that was decided before its cause was known; a signal that came since still counts."""
         if self.reason is Reason.FAULT:
-            self._outcome = outcome
+            self.outcome = outcome
         self.report = report
-
-    def final(self) -> Outcome:
-        """Returns the outcome when nothing of the job is left."""
-        return self._outcome
 
 
 RESUME_ME = Outcome(exit_code=EXIT_RESUME_ME, may_restart=False)
@@ -135,10 +125,10 @@ def stopped_message(rank: int, host: str, pid: int) -> str:
     return f"rank {rank} on {host} (pid {pid}) is stopped: it received SIGSTOP; SIGCONT lets it continue."
 
 
-def failure_report(rank: int, host: str, pid: int, code: int, last_lines: list[str]) -> str:
+def failure_report(name: str, pid: int, code: int, last_lines: list[str]) -> str:
     """Returns the last message of a job: which rank failed first, where and how, with its last lines."""
     hint = f" ({_HINTS[signal.Signals(-code)]})" if code < 0 and -code in _HINTS else ""
-    text = f"the first to fail was rank {rank} on {host} (pid {pid}), with {how_it_ended(code)}{hint}."
+    text = f"the first to fail was {name} (pid {pid}), with {how_it_ended(code)}{hint}."
     if last_lines:
         text += " Its last lines:\n" + "\n".join(f"    {line}" for line in last_lines)
     return text + _hint_about_horovod("\n".join(last_lines))
@@ -158,47 +148,12 @@ def _plain(line: bytes) -> str:
     return plain_text(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.decode(errors="replace")), _SHOWN_WIDTH)
 
 
-# ---- restarts ----
-#
-# The restart loop, shared by the ssh driver and Ray, and its limit.
-#
-# start -> exit 0, or an outcome that must not be repeated -------------> return
-#   ^         otherwise: exclude failed hosts; give up after 3 starts without progress
-#   +-- pause (longer after each short start) <--+
+# ---- the limit of restarts ----
 
 
 MAX_STARTS_WITHOUT_PROGRESS = 3
 SHORT_START_S = 60.0
 _LONGEST_PAUSE_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartResult:
-    outcome: Outcome
-    has_started: bool = True
-    """False if no rank ran."""
-    checkpoint_step: int | None = None
-    """Step of the last checkpoint that this start reported."""
-
-
-class RestartableJob(Protocol):
-    """A job that can be started several times."""
-
-    def start(self, restart: int) -> StartResult:
-        """Runs the job once, from its start to its end."""
-        ...
-
-    def exclude_failed_hosts(self, outcome: Outcome) -> bool:
-        """Prepares the next start; returns whether it uses other hosts. Raises NoRestartError if too few are left."""
-        ...
-
-    def describe(self) -> str:
-        """Returns the ranks and hosts of the next start, for a message."""
-        ...
-
-
-class NoRestartError(Exception):
-    """Raised by `exclude_failed_hosts` with the reason why the job cannot be started again."""
 
 
 @dataclass(slots=True)
@@ -215,14 +170,13 @@ class RestartLimit:
     """Number of starts in a row that ended within a minute without a new checkpoint: the pause grows with it."""
     best_step: int | None = None
 
-    def note(self, result: StartResult, seconds: float) -> None:
-        """Counts one start, which lasted so many seconds."""
-        step = result.checkpoint_step
+    def note(self, seconds: float, *, has_started: bool, step: int | None) -> None:
+        """Counts one start, which lasted so many seconds. step: of the last checkpoint that the job has reported."""
         has_advanced = step is not None and (self.best_step is None or step > self.best_step)
         # Apart from progress: a start that wrote a checkpoint within seconds may be repeated at once.
         self.num_short = self.num_short + 1 if seconds < SHORT_START_S and not has_advanced else 0
         # No rank ran: the hosts may be booting, and only the pause grows.
-        if not result.has_started:
+        if not has_started:
             return
         # A program that has ever reported a checkpoint is judged by checkpoints alone.
         reports_checkpoints = step is not None or self.best_step is not None
@@ -251,62 +205,3 @@ class RestartLimit:
             f"no restart: the last {self.num_without_progress} starts made no progress ({what}), so the same failure is to "
             f"be expected again. Fix its cause, which is shown above, then start again."
         )
-
-
-def run_job(
-    open_job: Callable[[DriverIo], RestartableJob], options: RunOptions, num_ranks: int, *, num_restarts: int
-) -> int:
-    """Runs a job with at most so many restarts and returns its exit code."""
-    with SignalQueue(DRIVER_SIGNALS) as signals:
-        io = DriverIo.open(options, num_ranks, signals)
-        # Also closed after a LaunchError: what was printed before it must reach the screen.
-        outcome = Outcome(exit_code=0)
-        try:
-            outcome = _run_with_restarts(open_job(io), num_restarts, io)
-        finally:
-            io.close(is_patient=outcome.may_restart)
-    return outcome.exit_code
-
-
-def _run_with_restarts(job: RestartableJob, num_restarts: int, io: DriverIo) -> Outcome:
-    limit = RestartLimit()
-    restart = 0
-    while True:
-        begun = time.monotonic()
-        result = job.start(restart)
-        outcome = result.outcome
-        limit.note(result, time.monotonic() - begun)
-        # Order of the reasons to stop: success, an outcome that repeats itself, no restart left, too few hosts, no progress.
-        if outcome.exit_code == 0 or not outcome.may_restart or restart == num_restarts:
-            return outcome
-        # The hosts first: with other hosts the count of starts without progress begins again.
-        try:
-            if job.exclude_failed_hosts(outcome):
-                limit.forget()
-        except NoRestartError as reason:
-            io.messages.say(f"no restart: {reason}")
-            return outcome
-        if (why := limit.why_not_again()) is not None:
-            io.messages.say(why)
-            return outcome
-        if (number := _pause(limit, io)) is not None:
-            return Outcome(exit_code=exit_status(-number), may_restart=False)
-        # The ranks read this number in MEGACLASS_RESTART, and may continue a run instead of starting as told.
-        restart += 1
-        io.messages.say(f"restart {restart} of {num_restarts}: {job.describe()}.")
-
-
-def _pause(limit: RestartLimit, io: DriverIo) -> int | None:
-    """Waits before a restart; returns the signal by which the user ended the job meanwhile, or None."""
-    pause_s = limit.pause_s()
-    ends_at = time.monotonic() + pause_s
-    if pause_s > 1:
-        io.messages.say(f"{limit.num_short} starts ended within {SHORT_START_S:g} s: the next one in {pause_s:.0f} s.")
-    while (left_s := ends_at - time.monotonic()) > 0:
-        # Not a plain sleep: Ctrl-C must end the pause, and with it the job.
-        readable([io.signals], left_s)
-        # Other signals are for ranks, and none runs now.
-        for number in io.signals.taken():
-            if number in ENDING_SIGNALS:
-                return number
-    return None

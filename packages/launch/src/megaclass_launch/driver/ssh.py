@@ -1,14 +1,17 @@
-"""The command that starts an agent on a host, and the meaning of ssh's errors. Standard library only."""
+"""The hosts of a job, the command that starts an agent there, and the meaning of ssh's errors. Standard library only."""
 
 import os
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
+from megaclass_launch.driver.agent_pipe import Process, started_process
+from megaclass_launch.driver.output import DriverMessages
 from megaclass_launch.exit_codes import how_it_ended
 from megaclass_launch.hosts import Host
+from megaclass_launch.options import RunOptions
+from megaclass_launch.placement import place_ranks
+from megaclass_launch.signals import SignalQueue
 from megaclass_launch.wire.checks import ip_address
 
 _CONNECT_S = 10
@@ -62,35 +65,23 @@ _LOST = r"not responding|timed out|Connection (closed|reset)|closed by remote ho
 """Messages of ssh about an established connection that is lost."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SshSettings:
-    port: int | None = None
-    identity_file: Path | None = None
-    extra: tuple[str, ...] = ()
-    """Further arguments of ssh, in front of ours, because ssh uses the first value of an option."""
-    remote_prefix: str = ""
-    """Shell text before the agent's command on other hosts: `nice -n 5`, `. /opt/env.sh &&`."""
-    python: str = ""
-    heartbeat_s: float = 40.0
-
-
-def agent_command(host: Host, settings: SshSettings, module: str = "megaclass_launch.agent.agent") -> list[str]:
+def agent_command(host: Host, options: RunOptions, module: str = "megaclass_launch.agent.agent") -> list[str]:
     """Returns the argument list that starts an agent; no shell on this side reads it.
 
     On the other host ssh always uses a shell. Only the quoted path of the interpreter and the user's prefix reach it.
     """
     # -P: files in the login folder must not be imported in place of ours; -X utf8: the same encoding on all hosts.
-    agent = [settings.python, "-X", "utf8", "-P", "-m", module]
+    agent = [options.python, "-X", "utf8", "-P", "-m", module]
     if host.is_local:
         return agent
     remote = shlex.join(agent)
     return [
         "ssh",
-        *settings.extra,
+        *options.ssh_args,
         # No questions: stdin is the connection to the agent, and many hosts are connected to at once.
         *("-o", "BatchMode=yes"),
         *("-o", f"ConnectTimeout={_CONNECT_S}"),
-        *("-o", f"ServerAliveInterval={max(1, round(settings.heartbeat_s / 3))}"),
+        *("-o", f"ServerAliveInterval={max(1, round(options.heartbeat_s / 3))}"),
         *("-o", "ServerAliveCountMax=3"),
         # ssh must not start a background master, which would outlive the run; it may use an existing one. Port forwards
         # of the user's configuration are cleared, because only the first connection would get the port.
@@ -98,25 +89,28 @@ def agent_command(host: Host, settings: SshSettings, module: str = "megaclass_la
         *("-o", "ClearAllForwardings=yes"),
         # No terminal on the other side: it would echo, and turn Ctrl-C in the job's bytes into a signal.
         "-T",
-        *(("-p", str(settings.port)) if settings.port is not None else ()),
-        *(("-i", str(settings.identity_file)) if settings.identity_file is not None else ()),
+        *port_and_key(options),
         "--",
         # -H needs brackets around an IPv6 address, because of the colon before the slots; ssh does not take them.
         host.name.replace("[", "").replace("]", ""),
-        f"{settings.remote_prefix} {remote}".lstrip(),
+        f"{options.remote_prefix} {remote}".lstrip(),
     ]
 
 
-def login_command(host: Host, settings: SshSettings, program: str = "ssh") -> str:
+def login_command(host: Host, options: RunOptions, program: str = "ssh") -> str:
     """Returns the command a user types to reach the host in the same way; ssh-copy-id takes the same options."""
-    port = ("-p", str(settings.port)) if settings.port is not None else ()
-    key = ("-i", str(settings.identity_file)) if settings.identity_file is not None else ()
-    return shlex.join([program, *settings.extra, *port, *key, host.name])
+    return shlex.join([program, *options.ssh_args, *port_and_key(options), host.name])
 
 
-def why_not_started(host: Host, settings: SshSettings, code: int | None, stderr: str) -> str:
+def port_and_key(options: RunOptions) -> tuple[str, ...]:
+    """Returns -p and -i for ssh, if the user has given them."""
+    port = ("-p", str(options.ssh_port)) if options.ssh_port is not None else ()
+    return *port, *(("-i", str(options.ssh_identity_file)) if options.ssh_identity_file is not None else ())
+
+
+def why_not_started(host: Host, options: RunOptions, code: int | None, stderr: str) -> str:
     """Describes why an agent ended, or sent nothing, before it could report. stderr: what it wrote there."""
-    what, advice = cause_and_advice(host, settings, code, stderr)
+    what, advice = cause_and_advice(host, options, code, stderr)
     return f"{host.name}: {what}{f': {advice}' if advice else ''}.{_last_lines(stderr)}"
 
 
@@ -125,14 +119,14 @@ def is_connection_lost(stderr: str) -> bool:
     return re.search(_LOST, stderr, re.IGNORECASE) is not None
 
 
-def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr: str) -> tuple[str, str]:
+def cause_and_advice(host: Host, options: RunOptions, code: int | None, stderr: str) -> tuple[str, str]:
     """Returns why an agent did not start, and what to do."""
-    login = login_command(host, settings)
+    login = login_command(host, options)
     if not host.is_local and code == 255:
         # The order matters: the message about a changed host key also says that its verification failed.
         for pattern, cause, advice in _CAUSES:
             if re.search(pattern, stderr, re.IGNORECASE):
-                copy = login_command(host, settings, "ssh-copy-id")
+                copy = login_command(host, options, "ssh-copy-id")
                 return cause, advice.format(host=host.name.rpartition("@")[2], login=login, copy=copy)
         # ssh explains why it cannot connect. If a signal ended the agent there, it only returns 255, and warns as usual.
         if not re.sub(r"^(\*\*|Warning:).*$", "", stderr, flags=re.MULTILINE).strip():
@@ -141,10 +135,10 @@ def cause_and_advice(host: Host, settings: SshSettings, code: int | None, stderr
             )
         return "ssh cannot connect", f"see why with `{login}`"
     if "No module named" in stderr and "megaclass" in stderr:
-        there = f"{settings.python} there has no megaclass"
+        there = f"{options.python} there has no megaclass"
         return there, "install it there as here, or name the interpreter that has it with --python"
     if code in (126, 127):
-        missing = f"there is no Python at {settings.python}"
+        missing = f"there is no Python at {options.python}"
         return missing, "install the same environment there, or give the path with --python"
     if code is None and host.is_local:
         return "it did not report in time", ""
@@ -167,3 +161,36 @@ def address_in(ssh_connection: str, index: int) -> str | None:
     except ValueError:
         return None
     return address if address and not address.startswith("127.") and address != "::1" else None
+
+
+class NoRestartError(Exception):
+    """Raised by `exclude` with the reason why the job cannot be started again."""
+
+
+class SshHosts:
+    """Hosts that were given, or that an elastic job has found: they are reached by ssh, and this machine without."""
+
+    def __init__(self, options: RunOptions, hosts: Sequence[Host], num_processes: int) -> None:
+        self._options, self._hosts, self._num_processes = options, [*hosts], num_processes
+
+    def placed(self, signals: SignalQueue) -> list[Host]:
+        return place_ranks(self._hosts, self._num_processes)
+
+    def start_agent(self, host: Host, messages: DriverMessages) -> Process:
+        command = agent_command(host, self._options)
+        messages.detail(f"{host.name}: {command}")
+        return started_process(host, command)
+
+    def exclude(self, failed: Collection[str]) -> bool:
+        left = [host for host in self._hosts if host.name not in failed]
+        if not self._options.excludes_failed_hosts or len(left) == len(self._hosts):
+            return False
+        num_slots = sum(host.slots for host in left)
+        if num_slots < (self._options.min_processes or self._num_processes):
+            raise NoRestartError(f"without {', '.join(failed)} too few slots are left for --min-np.")
+        self._hosts, self._num_processes = left, min(self._num_processes, num_slots)
+        return True
+
+    def describe(self) -> str:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
+        return f"{self._num_processes} ranks on {listed}"

@@ -94,11 +94,7 @@ def _version_differences(agents: Sequence[AgentPipe]) -> str:
 
 
 def start_workers(
-    job: JobState,
-    workers: Sequence[WorkerRecord],
-    worlds: dict[int, World],
-    generation: Generation,
-    **more: object,
+    job: JobState, workers: Sequence[WorkerRecord], worlds: dict[int, World], generation: Generation, **more: object
 ) -> None:
     """Tells the agents of these workers to start them. more: for the agent, beyond the places of the workers."""
     for host in dict.fromkeys(worker.host for worker in workers):
@@ -171,7 +167,7 @@ def _note_silent_hosts(job: JobState) -> None:
     """Records a problem per host that has not answered within the start timeout."""
     for agent in job.opened:
         if agent.state is PipeState.STARTING:
-            why = why_not_started(agent.host, job.ssh, None, agent.stderr_text)
+            why = why_not_started(agent.host, job.options, None, agent.stderr_text)
             job.problems.append((agent.name, f"{why} (--start-timeout {job.options.start_timeout_s:g} s)"))
 
 
@@ -232,6 +228,8 @@ def address_of_first_host(agents: Sequence[AgentPipe]) -> str:
         return str(first.hello["address"])
     if not remote or len(agents) == 1:
         return "127.0.0.1"
+    if first.host.address:
+        return first.host.address
     # SSH_CONNECTION holds the client's address and port, then the server's. Host 0 is the client of every other host if it
     # is the driver's machine, and the server of its own connection otherwise.
     source, index = (remote[0], 0) if first.host.is_local else (first, 2)

@@ -23,11 +23,8 @@ def keep_stacks(run_folder: Path, name: str, reports: Sequence[RankReport]) -> P
     """Writes a file per rank; returns their folder, or None if that fails or takes too long."""
 
     def write() -> None:
-        folder = run_folder / _HANG_FOLDER / name
-        make_private_folder(run_folder / _HANG_FOLDER)
-        make_private_folder(folder)
         for report in reports:
-            write_private(folder / f"rank-{report.rank}.txt", _text_of(report))
+            write_private(_made_folder(run_folder, name) / f"rank-{report.rank}.txt", _text_of(report))
 
     return run_folder / _HANG_FOLDER / name if _done_in_time(write) else None
 
@@ -38,20 +35,18 @@ def keep_verdict(
     """Writes verdict.txt next to the stacks, and the event. groups: see describe_groups; ranks: the suspects."""
 
     def write() -> None:
-        folder = run_folder / _HANG_FOLDER / name
-        make_private_folder(run_folder / _HANG_FOLDER)
-        make_private_folder(folder)
-        write_private(folder / "verdict.txt", f"{sentence}\n\n{groups}\n")
-        append_event(
-            run_folder,
-            "hang",
-            step=step,
-            text=sentence,
-            ranks=list(ranks),
-            stacks=f"{_HANG_FOLDER}/{name}",
-        )
+        write_private(_made_folder(run_folder, name) / "verdict.txt", f"{sentence}\n\n{groups}\n")
+        stacks = f"{_HANG_FOLDER}/{name}"
+        append_event(run_folder, "hang", step=step, text=sentence, ranks=list(ranks), stacks=stacks)
 
     _done_in_time(write)
+
+
+def _made_folder(run_folder: Path, name: str) -> Path:
+    folder = run_folder / _HANG_FOLDER / name
+    make_private_folder(folder.parent)
+    make_private_folder(folder)
+    return folder
 
 
 def _text_of(report: RankReport) -> str:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from megaclass_launch import rank_status
 from megaclass_launch.hang.stacks import RankReport
+from megaclass_launch.rank_status import wait_for_gpu, wait_for_helper, wait_for_ranks
 
 # ---- stacks in words ----
 #
@@ -41,10 +41,6 @@ class Frame:
     @property
     def is_library(self) -> bool:
         return not self.own_path and bool(_LIBRARY.search(self.file) or self.file.startswith("<frozen"))
-
-    def waits(self, what: Callable[..., object]) -> bool:
-        """Returns whether this is one of the functions of rank_status that say what a thread waits for."""
-        return self.function == what.__name__ and self.file.endswith("/rank_status.py")
 
     def shown(self) -> str:
         """Returns a short place: inside the rank's package "data/loader.py:142", elsewhere the last two parts of the path."""
@@ -73,13 +69,6 @@ def threads_of(stacks: str, package: str) -> dict[int, Thread]:
     return threads
 
 
-def main_thread_of(threads: dict[int, Thread], identifier: int) -> Thread:
-    """Returns the main thread's frames; without its identifier, which other programs do not tell, the last thread's."""
-    if identifier in threads:
-        return threads[identifier]
-    return next(reversed(threads.values()), [])
-
-
 def collective_of(thread: Thread) -> str:
     """Returns the collective in which a thread waits, such as "all_gather"; empty if it is in none."""
     inner = thread[:8]
@@ -93,16 +82,16 @@ def collective_of(thread: Thread) -> str:
     return "backward, which averages the gradients" if inner and inner[0].function == "_engine_run_backward" else ""
 
 
-def waits_for_ranks(thread: Thread) -> bool:
-    """Tells whether the thread says that it waits for other ranks."""
-    return any(frame.waits(rank_status.wait_for_ranks) for frame in thread)
+def says_that_it_waits(thread: Thread, what: Callable[..., object]) -> bool:
+    """Tells whether the thread is in `what`, one of the functions of rank_status that say what a thread waits for."""
+    return any(frame.function == what.__name__ and frame.file.endswith("/rank_status.py") for frame in thread)
 
 
 def waits_for_gpu(thread: Thread) -> bool:
     """Tells whether the thread waits for its GPU: for queued work, which may contain a collective."""
     if thread and thread[0].function == "synchronize" and "/torch/cuda/" in thread[0].file:
         return True
-    return any(frame.waits(rank_status.wait_for_gpu) for frame in thread)
+    return says_that_it_waits(thread, wait_for_gpu)
 
 
 def place_of(thread: Thread) -> Frame | None:
@@ -114,11 +103,6 @@ def waits_for_other_thread(thread: Thread) -> bool:
     """Tells whether a thread waits for another one of its process, as the loop waits for the threads that read images."""
     names = ("threading.py", "concurrent/futures/_base.py", "queue.py", "concurrent/futures/thread.py")
     return bool(thread) and thread[0].file.endswith(names)
-
-
-def waits_for_helper(thread: Thread) -> bool:
-    """Tells whether a thread waits for a process that the rank has started, such as a loader."""
-    return any(frame.waits(rank_status.wait_for_helper) for frame in thread)
 
 
 def busy_thread(threads: Sequence[Thread]) -> Thread:
@@ -169,10 +153,6 @@ class _Place:
     call: str
     """File operation or process for which it waits."""
 
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.collective)
-
 
 def find_verdict(reports: Sequence[RankReport]) -> HangVerdict:
     """Compares the ranks. reports: one per rank, also of those whose hosts did not answer."""
@@ -197,7 +177,7 @@ def find_verdict(reports: Sequence[RankReport]) -> HangVerdict:
 def _may_end(places: list[_Place]) -> bool:
     if len(places) < 2:
         return False
-    if any(place.is_waiting for place in places):
+    if any(place.collective for place in places):
         return True
     # A rank that waits outside a collective, for example in a socket, waits in vain if another one is gone.
     has_lost_one = any(place.report.state in _GONE for place in places)
@@ -206,9 +186,10 @@ def _may_end(places: list[_Place]) -> bool:
 
 def _place(report: RankReport) -> _Place:
     threads = threads_of(report.stacks, report.package)
-    main = main_thread_of(threads, report.main_thread)
+    # Other programs do not tell the identifier of their main thread: it is the last one.
+    main = threads.get(report.main_thread) or next(reversed(threads.values()), [])
     collective = collective_of(main)
-    if not collective and waits_for_ranks(main):
+    if not collective and says_that_it_waits(main, wait_for_ranks):
         collective = report.detail or "an operation of all ranks"
     if not collective and waits_for_gpu(main):
         collective = "queued work of its GPU"
@@ -216,7 +197,7 @@ def _place(report: RankReport) -> _Place:
     if not collective and waits_for_other_thread(main) and (busy := busy_thread(list(threads.values()))):
         # A main thread that waits for one of its own threads says nothing: that thread shows what the rank is doing.
         shown, call = busy, report.file_wait or call
-    if not collective and waits_for_helper(main):
+    if not collective and says_that_it_waits(main, wait_for_helper):
         call = report.file_wait or call
     frame = place_of(shown)
     return _Place(report, main, collective, f"in {frame.shown()} ({frame.function})" if frame else "", call)
@@ -232,7 +213,7 @@ def _suspects(places: list[_Place]) -> list[_Place]:
     steps = [place.report.step for place in places]
     if min(steps) != max(steps):
         return [place for place in places if place.report.step == min(steps)]
-    busy = [place for place in places if not place.is_waiting]
+    busy = [place for place in places if not place.collective]
     # A minority that computes while the others wait. With two ranks one is enough; otherwise half is the most.
     if 0 < len(busy) < len(places) and (len(busy) * 2 <= len(places) or len(places) == 2):
         return busy

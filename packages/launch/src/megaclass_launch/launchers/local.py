@@ -27,55 +27,11 @@ from megaclass_launch.hosts import Host
 from megaclass_launch.launchers.ssh import this_machine
 from megaclass_launch.operating_system import readable
 from megaclass_launch.options import FAULT_GRACE_S, RunOptions
-from megaclass_launch.placement import job_environment, place_ranks, rank_environment, without_other_starters
+from megaclass_launch.placement import job_environment, rank_environment, without_other_starters, worlds_of
 from megaclass_launch.rank_status import FD_NAME, LookClock, StatusPage
 from megaclass_launch.rendezvous.addresses import hold_store_port, offer_store_socket, reserve_port
 from megaclass_launch.rendezvous.job_secret import new_secret
 from megaclass_launch.signals import InterruptLadder, SignalQueue, is_heeded, leave_closed_terminal
-
-# ---- local hang watch ----
-# Looks for hangs of ranks on this machine, where no agent and no driver is between.
-
-
-class LocalHangWatch:
-    """Reads the pages of the ranks about once per second; nothing is asked of them until one is late."""
-
-    def __init__(self, supervisor: Supervisor, pages: Mapping[int, StatusPage], host: str) -> None:
-        self._supervisor, self._pages, self._host = supervisor, pages, host
-        self._clock = LookClock(time.monotonic())
-        self._said = ""
-
-    def look(self, now: float) -> tuple[str, bool]:
-        """Returns a message, empty while no rank is late or if it was returned before, and whether to end the job.
-
-        If a rank is late, it collects and keeps the stacks of all.
-        """
-        running = [WatchedRank(w.rank, w.pid, self._pages[w.rank]) for w in self._supervisor.running()]
-        since = self._clock.since(now)
-        pages = [watched.page.read() for watched in running]
-        late = max(pages, default=None, key=lambda status: status.late_s(now, since=since))
-        if late is None or late.late_s(now, since=since) <= 0:
-            return "", False
-        reports = collect(running, self._host, since=since)
-        if has_passed(reports):
-            return "", False
-        silent_s, what = now - late.progress_at, late.missing or "a collective has not finished"
-        verdict = find_verdict(reports)
-        is_new, self._said = verdict.text != self._said, verdict.text
-        # If the job continues, the next report comes when the rank has been late as long again.
-        self._clock.restart(time.monotonic())
-        if not verdict.may_end and not is_new:
-            return "", False
-        sentence = (hang_sentence if verdict.may_end else slow_sentence)(silent_s, verdict, what=what)
-        name, where = new_name(), ""
-        folder = next((Path(found) for page in self._pages.values() if (found := page.read().folder)), None)
-        if folder is not None:
-            kept = keep_stacks(folder, name, reports)
-            where = f" Stacks: {kept}." if kept else ""
-            if verdict.may_end:
-                keep_verdict(folder, name, sentence, describe_groups(verdict), verdict.suspects, steps_done(reports))
-        return f"{sentence}{where}", verdict.may_end
-
 
 _logger = logging.getLogger("megaclass.launch")
 _HANG_TICK_S = 1.0
@@ -117,10 +73,9 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
         contextlib.closing(offer_store_socket(store, "127.0.0.1")) as offer,
         Supervisor(secrets.token_hex(8), grace_s=FAULT_GRACE_S, adopts=False) as supervisor,
     ):
-        [placement] = place_ranks([Host(name=socket.gethostname(), slots=num_processes, is_local=True)], num_processes)
         shared = job_environment(new_secret(), store.getsockname()[1], offer.name)
         pages: dict[int, StatusPage] = {}
-        for world in placement.worlds:
+        for world in worlds_of([("localhost", slot) for slot in range(num_processes)]):
             placed = rank_environment(world, host="localhost", address="127.0.0.1", port=held.getsockname()[1])
             threads = {"OMP_NUM_THREADS": str(default_threads(num_processes))}
             base = {**threads, **without_other_starters(env)}
@@ -130,16 +85,15 @@ def run_local(command: Sequence[str], num_processes: int, env: Mapping[str, str]
             whole = {**base, **placed, **shared, **own}
             supervisor.start(world.rank, command, whole, pass_fds=[page.fileno()])
         offer.serve()
-        return _LocalJob(supervisor, signals, LocalHangWatch(supervisor, pages, socket.gethostname())).wait()
+        return _LocalJob(supervisor, signals, pages).wait()
 
 
 class _LocalJob:
     """Waits for the ranks of `run_local`; everything happens in the main thread."""
 
-    def __init__(self, supervisor: Supervisor, signals: SignalQueue, hang_watch: LocalHangWatch) -> None:
-        self._supervisor = supervisor
-        self._hang_watch = hang_watch
-        self._signals = signals
+    def __init__(self, supervisor: Supervisor, signals: SignalQueue, pages: Mapping[int, StatusPage]) -> None:
+        self._supervisor, self._signals, self._pages = supervisor, signals, pages
+        self._host = socket.gethostname()
         self._ladder = InterruptLadder()
         self._status: int | None = None
         """Exit code of the first rank that failed; a signal to this process replaces it."""
@@ -148,6 +102,9 @@ class _LocalJob:
         self._is_ending = False
         self._wants_resume = False
         self._stopped: set[int] = set()
+        self._clock = LookClock(time.monotonic())
+        self._verdict = ""
+        """The last one that was printed."""
 
     def wait(self) -> int:
         """Returns the exit code of the job when all ranks have ended."""
@@ -168,13 +125,38 @@ class _LocalJob:
         return self._status or (EXIT_RESUME_ME if self._wants_resume else 0)
 
     def _look_for_hangs(self) -> None:
-        message, is_hung = self._hang_watch.look(time.monotonic())
-        if is_hung:
-            _logger.error(message)
+        """Reads the pages of the ranks, of which nothing is asked until one is late; then their stacks are collected."""
+        now = time.monotonic()
+        running = [WatchedRank(w.rank, w.pid, self._pages[w.rank]) for w in self._supervisor.running()]
+        since = self._clock.since(now)
+        pages = [watched.page.read() for watched in running]
+        late = max(pages, default=None, key=lambda status: status.late_s(now, since=since))
+        if late is None or late.late_s(now, since=since) <= 0:
+            return
+        reports = collect(running, self._host, since=since)
+        if has_passed(reports):
+            return
+        verdict = find_verdict(reports)
+        is_new, self._verdict = verdict.text != self._verdict, verdict.text
+        # If the job continues, the next report comes when the rank has been late as long again.
+        self._clock.restart(time.monotonic())
+        if not verdict.may_end and not is_new:
+            return
+        what = late.missing or "a collective has not finished"
+        sentence = (hang_sentence if verdict.may_end else slow_sentence)(now - late.progress_at, verdict, what=what)
+        name, where = new_name(), ""
+        folder = next((Path(found) for page in self._pages.values() if (found := page.read().folder)), None)
+        if folder is not None:
+            kept = keep_stacks(folder, name, reports)
+            where = f" Stacks: {kept}." if kept else ""
+            if verdict.may_end:
+                keep_verdict(folder, name, sentence, describe_groups(verdict), verdict.suspects, steps_done(reports))
+        if verdict.may_end:
+            _logger.error(sentence + where)
             self._status = EXIT_HUNG
             self._end()
-        elif message:
-            _logger.warning(message)
+        else:
+            _logger.warning(sentence + where)
 
     def _on_signal(self, number: int) -> None:
         # A user who ends the job does not want to hear that it hangs while it saves.
@@ -201,7 +183,7 @@ class _LocalJob:
         self._wants_resume |= worker.code == EXIT_RESUME_ME
         if worker.code not in (0, EXIT_RESUME_ME) and self._status is None:
             num_others = len(self._supervisor.running())
-            _logger.error(headline(worker.rank, socket.gethostname(), worker.pid, worker.code, num_others))
+            _logger.error(headline(worker.rank, self._host, worker.pid, worker.code, num_others))
             self._status = exit_status(worker.code)
             self._end()
 
@@ -215,5 +197,5 @@ class _LocalJob:
             worker.rank: worker.pid for worker in self._supervisor.running() if self._supervisor.is_stopped(worker)
         }
         for rank in stopped.keys() - self._stopped:
-            _logger.warning(stopped_message(rank, socket.gethostname(), stopped[rank]))
+            _logger.warning(stopped_message(rank, self._host, stopped[rank]))
         self._stopped = set(stopped)

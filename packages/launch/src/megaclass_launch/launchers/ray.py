@@ -1,51 +1,37 @@
-"""`megaclass run --launcher ray`: one actor per rank in a placement group of a running Ray cluster (extra `ray`)."""
+"""`megaclass run --launcher ray`: agents in a placement group of a running Ray cluster (extra `ray`).
 
+Ray chooses the nodes, with one actor per rank. The first actor of each node runs the agent, and the calls of that actor take
+the place of the ssh connection; all else is the driver's.
+"""
+
+import contextlib
 import importlib
 import os
 import re
-import secrets
 import shlex
-import signal
 import socket
+import subprocess
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import IO, Any
 
-from megaclass_launch.driver.outcome import (
-    LastLines,
-    Outcome,
-    OutcomeDecision,
-    Reason,
-    StartResult,
-    failure_report,
-    headline,
-    run_job,
-)
-from megaclass_launch.driver.output import DriverIo
+from megaclass_launch.driver import driver
+from megaclass_launch.driver.agent_pipe import Process
+from megaclass_launch.driver.output import DriverMessages
 from megaclass_launch.errors import LaunchError
-from megaclass_launch.exit_codes import (
-    EXIT_HOST_LOST,
-    EXIT_USER_ERROR,
-    exit_status,
-    is_worth_restarting,
-    signal_name,
-)
 from megaclass_launch.hosts import Host
-from megaclass_launch.launchers.ray_worker import RankActor
-from megaclass_launch.launchers.replace_process import with_network_variables
+from megaclass_launch.launchers.ray_worker import AgentActor
 from megaclass_launch.options import RunOptions
-from megaclass_launch.placement import job_environment, passed_on, place_ranks, rank_environment
-from megaclass_launch.rendezvous.job_secret import new_secret
-from megaclass_launch.signals import ENDING_SIGNALS, InterruptLadder
-from megaclass_launch.world import World
+from megaclass_launch.signals import SignalQueue
 
 _POLL_S = 0.2
 _CONNECT_S = 5.0
-_FULL_SCREEN_TICK_S = 0.02
+_READ_BYTES = 1 << 18
 
 
 def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
-    """Runs the job as actors of Ray. Exit codes are those of ssh; 255 stands for a rank that Ray lost."""
+    """Runs the job on nodes of Ray. Exit codes are those of ssh."""
     if hosts:
         raise LaunchError("--launcher ray: Ray chooses the hosts; leave -H and --hostfile out, and give -np N.")
     if options.is_dry_run:
@@ -53,68 +39,169 @@ def launch(options: RunOptions, hosts: Sequence[Host]) -> int:
         print(f"{ranks}, packed onto as few nodes as possible, each with a CPU, and a GPU if the cluster has any")
         print(f"command: {shlex.join(options.command)}\nworking folder: {options.workdir}")
         return 0
-    options = with_network_variables(options)
     ray = _connected_ray()
     try:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         num_processes = options.num_processes or num_gpus
         if not num_processes:
             raise LaunchError("How many processes? Give -np N; this Ray cluster has no GPUs to count.")
-        return run_job(
-            lambda io: _RayJob(ray, num_processes, bool(num_gpus), options, io),
-            options,
-            num_processes,
-            num_restarts=options.restarts,
-        )
+        nodes = _RayHosts(ray, options, num_processes, bool(num_gpus))
+        return driver.run_job(options, nodes, num_processes, num_processes)
     finally:
         ray.shutdown()
 
 
-class _RayJob:
-    """A RestartableJob. Ray chooses the hosts of every start."""
+class _RayHosts:
+    """The nodes that Ray chooses for each generation of a job: a node may have gone, and with it the places there."""
 
-    def __init__(self, ray: Any, num_processes: int, has_gpus: bool, options: RunOptions, io: DriverIo) -> None:
-        self._ray = ray
-        self._num_processes = num_processes
-        self._has_gpus = has_gpus
-        self._options = options
-        self._io = io
+    def __init__(self, ray: Any, options: RunOptions, num_processes: int, has_gpus: bool) -> None:
+        self._ray, self._options, self._num_processes = ray, options, num_processes
+        self._bundle = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._agents: dict[str, tuple[Any, list[str]]] = {}
+        """The actor that runs the agent of each host, and the GPUs of all actors there."""
 
-    def start(self, restart: int) -> StartResult:
-        # Every start has its own placement group: a node may have gone, and with it the bundles that were there.
-        bundle = {"CPU": 1, "GPU": 1} if self._has_gpus else {"CPU": 1}
-        group = _requested_group(self._ray, self._num_processes, bundle)
+    def placed(self, signals: SignalQueue) -> list[Host]:
+        self._release()
+        self._group = _requested_group(self._ray, self._num_processes, self._bundle)
+        self._wait_for_room(signals)
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        actor = self._ray.remote(AgentActor)
+        self._actors = [
+            actor.options(
+                num_cpus=1,
+                num_gpus=self._bundle.get("GPU", 0),
+                # The driver reads from an agent and writes to it at the same time.
+                max_concurrency=2,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=i
+                ),
+            ).remote()
+            for i in range(self._num_processes)
+        ]
         try:
-            # Ray reserves all bundles or none, so two jobs never wait for each other's rest.
-            number = self._wait_for(group, bundle)
-            if number is not None:
-                outcome = Outcome(exit_code=exit_status(-number), may_restart=False)
-                return StartResult(outcome=outcome, has_started=False)
-            run = _RayRun(self._ray, group, self._num_processes, self._has_gpus, self._options, restart, self._io)
-            return StartResult(outcome=run.run())
-        finally:
-            self._ray.util.remove_placement_group(group)
+            places = self._ray.get([actor.where.remote() for actor in self._actors])
+        except self._ray.exceptions.RayError as error:
+            reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+            raise LaunchError(
+                f"An actor of Ray did not start ({reason.strip()}): megaclass must be installed on every node, as here."
+            ) from error
+        return self._hosts_at(places)
 
-    def exclude_failed_hosts(self, outcome: Outcome) -> bool:
+    def _hosts_at(self, places: Sequence[dict[str, Any]]) -> list[Host]:
+        hosts: list[Host] = []
+        for node in dict.fromkeys(place["node"] for place in places):
+            here = [index for index, place in enumerate(places) if place["node"] == node]
+            first = places[here[0]]
+            # Two nodes of Ray may be on one machine.
+            is_known = any(host.name == first["host"] for host in hosts)
+            name = f"{first['host']}-{len(hosts)}" if is_known else first["host"]
+            gpus = sorted({gpu for index in here for gpu in places[index]["gpus"]})
+            self._agents[name] = self._actors[here[0]], gpus
+            hosts.append(Host(name=name, slots=len(here), address=first["address"]))
+        return hosts
+
+    def start_agent(self, host: Host, messages: DriverMessages) -> Process:
+        return _RayProcess(self._ray, *self._agents[host.name])
+
+    def exclude(self, failed: Collection[str]) -> bool:
         # Ray itself avoids nodes that are gone.
         return False
 
     def describe(self) -> str:
         return f"{self._num_processes} ranks"
 
-    def _wait_for(self, group: Any, bundle: dict[str, int]) -> int | None:
-        """Waits for the placement group; returns a signal by which the user ended the job meanwhile, or None."""
+    def _wait_for_room(self, signals: SignalQueue) -> None:
+        # Ray reserves all bundles or none, so two jobs never wait for each other's rest.
         deadline = time.monotonic() + self._options.start_timeout_s
-        while not group.wait(_POLL_S):
-            for number in self._io.signals.taken():
-                if number in ENDING_SIGNALS:
-                    return number
+        while not self._group.wait(_POLL_S):
+            signals.raise_if_ended()
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"Ray had no room for {self._num_processes} x {bundle} within {self._options.start_timeout_s:g} s: "
-                    f"other jobs use it (see `ray status`). Wait longer with --start-timeout."
+                    f"Ray had no room for {self._num_processes} x {self._bundle} within "
+                    f"{self._options.start_timeout_s:g} s: other jobs use it (see `ray status`). Wait longer with "
+                    f"--start-timeout."
                 )
-        return None
+
+    def _release(self) -> None:
+        """Gives the places of the last generation back to Ray."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+        self._actors, self._agents = [], {}
+
+
+class _RayProcess:
+    """An agent that an actor runs, with the pipes and the methods of a Popen. Two threads carry the bytes.
+
+    Both block: while the driver does not read, the actor is not asked for more, and the agent stops reading its ranks.
+    """
+
+    def __init__(self, ray: Any, actor: Any, gpus: list[str]) -> None:
+        self._ray, self._actor = ray, actor
+        self._code = 1
+        """Written by the thread `_carry_output` before it ends; also the code of an agent that Ray has lost."""
+        self._started = actor.start.remote(gpus)
+        self.stdin: IO[bytes] | None
+        self.stdout: IO[bytes] | None
+        self.stderr: IO[bytes] | None
+        reader, self.stdin = _pipe()
+        self.stdout, output = _pipe()
+        self.stderr, errors = _pipe()
+        self._thread = threading.Thread(
+            target=self._carry_output, args=({"stdout": output, "stderr": errors},), daemon=True
+        )
+        self._thread.start()
+        threading.Thread(target=self._carry_input, args=(reader,), daemon=True).start()
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("an agent on a node of Ray", timeout or 0.0)
+        return self._code
+
+    def send_signal(self, number: int, /) -> None:
+        self._ray.kill(self._actor)
+
+    def _carry_input(self, reader: IO[bytes]) -> None:
+        # That the actor is gone is told by the other thread.
+        with reader, contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._started)
+            while data := reader.read(_READ_BYTES):
+                self._ray.get(self._actor.write.remote(data))
+            # The driver has hung up.
+            self._ray.get(self._actor.write.remote(b""))
+
+    def _carry_output(self, streams: dict[str, IO[bytes]]) -> None:
+        try:
+            self._ray.get(self._started)
+            while isinstance(answer := self._ray.get(self._actor.read.remote()), list):
+                for stream, data in answer:
+                    _write(streams[stream], data)
+            self._code = answer
+        except self._ray.exceptions.RayError as error:
+            with contextlib.suppress(OSError):
+                _write(streams["stderr"], f"Ray: {str(error).strip()}\n".encode())
+        except OSError:
+            pass  # the driver has closed its ends
+        finally:
+            for pipe in streams.values():
+                pipe.close()
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    reader, writer = os.pipe()
+    return os.fdopen(reader, "rb", buffering=0), os.fdopen(writer, "wb", buffering=0)
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    while data:
+        data = data[pipe.write(data) :]
 
 
 def _connected_ray() -> Any:
@@ -158,176 +245,3 @@ def _requested_group(ray: Any, num_processes: int, bundle: dict[str, int]) -> An
             )
     module = importlib.import_module("ray.util.placement_group")
     return module.placement_group([bundle] * num_processes, strategy="PACK")
-
-
-class _RayRun:
-    """All ranks of one start. They begin together and end together. Everything happens in the main thread."""
-
-    def __init__(
-        self,
-        ray: Any,
-        group: Any,
-        num_processes: int,
-        has_gpus: bool,
-        options: RunOptions,
-        restart: int,
-        io: DriverIo,
-    ) -> None:
-        self._ray = ray
-        self._options = options
-        self._restart = restart
-        self._io = io
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        actor = ray.remote(RankActor)
-        self._actors = [
-            actor.options(
-                num_cpus=1,
-                num_gpus=1 if has_gpus else 0,
-                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-            ).remote()
-            for i in range(num_processes)
-        ]
-        # Filled by _start, when Ray has told on which node each actor runs; indices are ranks from then on.
-        self._worlds: list[World] = []
-        self._hosts: list[str] = []
-        self._pids: dict[int, int] = {}
-        self._last_lines: list[LastLines] = []
-        self._decision = OutcomeDecision()
-        self._ladder = InterruptLadder()
-        self._has_passed_sigterm = False
-
-    def run(self) -> Outcome:
-        """Starts all ranks, waits until they have ended, and returns the outcome."""
-        try:
-            self._start()
-            self._watch()
-        finally:
-            # An actor's Supervisor ends with its process, and the orphan killers end what the rank has left.
-            for actor in self._actors:
-                self._ray.kill(actor)
-        if self._decision.report:
-            self._io.messages.say(self._decision.report)
-        return self._decision.final()
-
-    def _start(self) -> None:
-        """Sorts the ranks by node, so those of one host are neighbours, and starts them."""
-        try:
-            places = self._ray.get([actor.where.remote() for actor in self._actors])
-        except self._ray.exceptions.RayError as error:
-            reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-            raise LaunchError(
-                f"An actor of Ray did not start ({reason.strip()}): megaclass must be installed on every node, as here."
-            ) from error
-        # Ray numbers its bundles as it likes; local ranks need the ranks of one node to be neighbours.
-        nodes = list(dict.fromkeys(place["node"] for place in places))
-        order = sorted(range(len(places)), key=lambda i: nodes.index(places[i]["node"]))
-        self._actors = [self._actors[i] for i in order]
-        places = [places[i] for i in order]
-        counts = [sum(place["node"] == node for place in places) for node in nodes]
-        on_nodes = [Host(name=node, slots=count) for node, count in zip(nodes, counts, strict=True)]
-        self._worlds = [world for placed in place_ranks(on_nodes, len(places)) for world in placed.worlds]
-        self._hosts = [place["host"] for place in places]
-        self._last_lines = [LastLines() for _ in places]
-        # The actor of rank 0 holds the ports on its own node until the rank binds them.
-        port = self._ray.get(self._actors[0].hold_port.remote(self._options.master_port))
-        # A port that the user chose is the only one: a firewall may let no other through.
-        is_chosen = bool(self._options.master_port)
-        store_port = 0 if is_chosen else self._ray.get(self._actors[0].hold_store_port.remote())
-        shared = job_environment(new_secret(), store_port)
-        run_id = secrets.token_hex(8)
-        starts = []
-        for actor, place, world in zip(self._actors, places, self._worlds, strict=True):
-            env = {
-                **passed_on(),
-                **self._options.given_env,
-                **rank_environment(
-                    world,
-                    host=place["host"],
-                    address=places[0]["address"],
-                    port=port,
-                    given=self._options.given_env,
-                ),
-                **shared,
-                "MEGACLASS_RESTART": str(self._restart),
-            }
-            if gpus := sorted({gpu for other in places if other["node"] == place["node"] for gpu in other["gpus"]}):
-                # A rank takes the GPU of its local rank among those that Ray gave to this run on its node.
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            one = (f"{run_id}-{world.rank}", world.rank, self._options.command, env)
-            starts.append(actor.start.remote(*one, self._options.workdir, self._options.signal_grace_s))
-        # All starts are under way before the first one is waited for.
-        for world, started in zip(self._worlds, starts, strict=True):
-            try:
-                self._pids[world.rank] = self._ray.get(started)
-            except self._ray.exceptions.RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, LaunchError) else error
-                raise LaunchError(f"{self._hosts[world.rank]}: {cause}") from error
-
-    def _watch(self) -> None:
-        polls = {actor.poll.remote(_POLL_S): rank for rank, actor in enumerate(self._actors)}
-        while polls:
-            ready, _ = self._ray.wait([*polls], timeout=_POLL_S)
-            for number in self._io.signals.taken():
-                self._on_signal(number, len(polls))
-            # One poll per rank is always under way; Ray runs one call of an actor at a time.
-            for answer in ready:
-                rank = polls.pop(answer)
-                if not self._note_answer(rank, answer):
-                    polls[self._actors[rank].poll.remote(_POLL_S)] = rank
-            # Without polls nothing is read: the ranks' pipes fill and the ranks wait.
-            while self._io.screen.is_full:
-                time.sleep(_FULL_SCREEN_TICK_S)
-
-    def _note_answer(self, rank: int, answer: Any) -> bool:
-        """Shows what the rank printed; returns whether the rank has ended."""
-        try:
-            output, code = self._ray.get(answer)
-        except self._ray.exceptions.RayError as error:
-            reason = str(error).partition("\n")[0]
-            self._io.messages.say(f"rank {rank} on {self._hosts[rank]} was lost: {reason}")
-            self._fail(rank, EXIT_HOST_LOST)
-            return True
-        for stream, data in output:
-            self._last_lines[rank].add(self._io.output.put(rank, stream, data))
-        if code is None:
-            return False
-        self._last_lines[rank].add(self._io.output.finish(rank))
-        if code != 0:
-            if not self._decision.is_ending:
-                others = len(self._actors) - 1
-                self._io.messages.say(headline(rank, self._hosts[rank], self._pids[rank], code, others))
-            self._fail(rank, code)
-        return True
-
-    def _fail(self, rank: int, code: int) -> None:
-        lines = self._last_lines[rank].shown()
-        report = failure_report(rank, self._hosts[rank], self._pids[rank], code, lines) + self._io.output.where(rank)
-        outcome = Outcome(exit_code=exit_status(code), may_restart=is_worth_restarting(code))
-        # Ranks that fail after the first one do so because of it.
-        if not self._decision.decide(Reason.FAULT, outcome, report):
-            return
-        if self._options.restarts > self._restart and code == EXIT_USER_ERROR:
-            self._io.messages.say(f"exit code {code} means that something has to be fixed first: no restart.")
-        for other, actor in enumerate(self._actors):
-            if other != rank:
-                actor.end.remote(self._options.fault_grace_s)
-
-    def _on_signal(self, number: int, num_running: int) -> None:
-        if number not in ENDING_SIGNALS:
-            self._pass_on(number)
-            return
-        self._decision.decide(Reason.SIGNAL, Outcome(exit_code=exit_status(-number), may_restart=False))
-        if number == signal.SIGINT:
-            sent = self._ladder.climb()
-            self._io.messages.say(self._ladder.message(sent, num_running))
-            self._pass_on(sent)
-        else:
-            self._io.messages.say(f"{signal_name(number)}: ending the ranks.")
-            grace_s = self._options.fault_grace_s if self._has_passed_sigterm else None
-            self._has_passed_sigterm = number == signal.SIGTERM
-            for actor in self._actors:
-                actor.end.remote(grace_s)
-
-    def _pass_on(self, number: int) -> None:
-        for actor in self._actors:
-            actor.signal.remote(int(number))

@@ -1,36 +1,30 @@
-"""One rank as an actor of Ray: it starts the rank's process, returns its output, and never leaves it behind."""
+"""An actor of Ray, which holds the place of one rank. The first one of a node runs the agent that starts all ranks there."""
 
-import contextlib
 import importlib
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-from megaclass_launch.agent.supervisor import Supervisor, find_command
 from megaclass_launch.operating_system import readable
-from megaclass_launch.placement import without_other_starters
-from megaclass_launch.rendezvous.addresses import (
-    OFFER_NAME,
-    hold_store_port,
-    interface_towards,
-    offer_store_socket,
-    reserve_port,
-)
 
 _READ_BYTES = 1 << 18
+_WAIT_S = 0.2
 
 
-class RankActor:
-    """Supervises one rank; Ray makes one call at a time. If Ray kills it, the supervisor's orphan killers end the rank."""
+class AgentActor:
+    """Carries the bytes between an agent and the driver, which calls `read` and `write` at the same time.
+
+    If Ray kills this process, the agent's stdin ends, and the agent ends its ranks.
+    """
 
     def __init__(self) -> None:
-        self._supervisor: Supervisor | None = None
-        self._held_port: socket.socket | None = None
-        self._store_port: socket.socket | None = None
-        self._pipes: dict[int, str] = {}
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._open: dict[int, str] = {}
+        """The stream of each pipe of the agent that has not ended."""
 
     def where(self) -> dict[str, Any]:
         """Returns the node, the host, its address and the GPUs that Ray has assigned."""
@@ -42,71 +36,46 @@ class RankActor:
             "gpus": context.get_accelerator_ids().get("GPU", []),
         }
 
-    def hold_port(self, port: int) -> int:
-        """Holds a port for rank 0 and returns it; 0 takes a free one."""
-        self._held_port = reserve_port(port)
-        return int(self._held_port.getsockname()[1])
-
-    def hold_store_port(self) -> int:
-        """Holds a free port for the store of the job and returns it."""
-        self._store_port = hold_store_port()
-        return int(self._store_port.getsockname()[1])
-
-    def start(
-        self, run_id: str, rank: int, command: Sequence[str], env: Mapping[str, str], workdir: str, grace_s: float
-    ) -> int:
-        """Starts the rank and returns its pid. Raises LaunchError if it cannot be started."""
-        whole = {**without_other_starters(os.environ, env), **env}
-        if interface := interface_towards(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]):
-            whole.setdefault("GLOO_SOCKET_IFNAME", interface)
-        find_command(command, whole, Path(workdir))
-        is_one_machine = env["HOROVOD_LOCAL_SIZE"] == env["HOROVOD_SIZE"]
-        address = "127.0.0.1" if is_one_machine else env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        if self._store_port is not None:
-            with contextlib.suppress(OSError):
-                offer = offer_store_socket(self._store_port, address)
-                whole[OFFER_NAME] = offer.name
-                offer.serve()
-        self._supervisor = Supervisor(run_id, grace_s=grace_s, adopts=False, captures=True)
-        self._supervisor.__enter__()
+    def start(self, gpus: Sequence[str]) -> None:
+        """Starts the agent. gpus: those of all ranks on this node; a rank takes the one of its local rank."""
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         # Ray's workers block SIGINT, and the processes they start inherit that.
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         try:
-            process = self._supervisor.start(rank, command, whole, Path(workdir)).process
+            self._agent = subprocess.Popen(
+                [sys.executable, "-X", "utf8", "-P", "-m", "megaclass_launch.agent.agent"],
+                env={**os.environ, **chosen},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                # Ray ends the group of this process at once, and the agent needs time to end its ranks.
+                start_new_session=True,
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        assert process.stdout is not None and process.stderr is not None
-        for pipe, stream in ((process.stdout, "stdout"), (process.stderr, "stderr")):
-            os.set_blocking(pipe.fileno(), False)
-            self._pipes[pipe.fileno()] = stream
-        return process.pid
+        assert self._agent.stdout is not None and self._agent.stderr is not None
+        self._open = {self._agent.stdout.fileno(): "stdout", self._agent.stderr.fileno(): "stderr"}
 
-    def poll(self, timeout_s: float) -> tuple[list[tuple[str, bytes]], int | None]:
-        """Returns what the rank printed, waiting for it a little, and its exit code; None while it runs or prints."""
-        assert self._supervisor is not None
-        output = []
-        for pipe in readable(self._pipes, timeout_s) if self._pipes else ():
-            data = os.read(pipe, _READ_BYTES)
-            if data:
-                output.append((self._pipes[pipe], data))
+    def write(self, data: bytes) -> None:
+        """Writes to the agent's stdin; closes it if there is nothing to write."""
+        assert self._agent is not None and self._agent.stdin is not None
+        try:
+            while data:
+                data = data[self._agent.stdin.write(data) or 0 :]
+                if not data:
+                    return
+            self._agent.stdin.close()
+        except OSError:
+            return  # it has ended, which `read` tells
+
+    def read(self) -> list[tuple[str, bytes]] | int:
+        """Returns what the agent has written, waiting for it a little; its exit code once it has ended."""
+        assert self._agent is not None
+        found = []
+        for pipe in readable(self._open, _WAIT_S) if self._open else ():
+            if data := os.read(pipe, _READ_BYTES):
+                found.append((self._open[pipe], data))
             else:
-                del self._pipes[pipe]
-        self._supervisor.reap()
-        self._supervisor.continue_ending()
-        [worker] = self._supervisor.workers
-        # A child of the rank may hold the pipes open: the rank is over once it has ended and no more output comes.
-        is_over = worker.code is not None and not output
-        if is_over:
-            self._supervisor.__exit__(None, None, None)
-        return output, worker.code if is_over else None
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the rank."""
-        if self._supervisor is not None:
-            self._supervisor.send_signal(number)
-
-    def end(self, grace_s: float | None = None) -> None:
-        """Sends SIGTERM now and SIGKILL after `grace_s`, or else after the grace that `start` was given."""
-        if self._supervisor is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._supervisor.end(grace_s)
+                del self._open[pipe]
+        return found if found or self._open else self._agent.wait()

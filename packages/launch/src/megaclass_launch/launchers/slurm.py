@@ -42,7 +42,7 @@ def _srun_command(options: RunOptions, hosts: Sequence[Host], env: Mapping[str, 
 
 def _layout(hosts: Sequence[Host], num_processes: int) -> tuple[str, ...]:
     """Returns options that give each host as many tasks as it has slots, filling one host after the other."""
-    counts = {placed.host.name: len(placed.worlds) for placed in place_ranks(hosts, num_processes)}
+    counts = {host.name: host.slots for host in place_ranks(hosts, num_processes)}
     nodes = f"--nodes={len(counts)}"
     if len(set(counts.values())) == 1:
         each = next(iter(counts.values()))

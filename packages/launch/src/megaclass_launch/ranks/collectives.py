@@ -1,4 +1,4 @@
-"""Collectives in the three shapes that the head needs. Every call takes its group.
+"""Gather, sum and reduce-scatter of blocks of equal shape. Every call takes its group.
 
 A group of one rank sends nothing, and neither does a script without a process group.
 """

@@ -104,7 +104,7 @@ class AgentMessageChecker:
         of_elastic_jobs: dict[str, dict[str, tuple[Check, bool]]] = {
             # The first three come from workers by way of their agent, and the driver trusts neither.
             "ready": {"rank": rank, "token": (_token, True), "why": (one_of(tuple(Why)), True)},
-            "committed": {"rank": rank, "token": (_token, True), "step": (whole(0, MAX_STEP), True)},
+            "committed": {"rank": rank, "token": (_token, True)},
             "failed": {"rank": rank, "token": (_token, True), "text": (text(), True)},
             "spare": {"port": (port, True), "store_port": (store_port, True)},
         }

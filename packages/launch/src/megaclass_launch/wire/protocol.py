@@ -35,13 +35,12 @@ def greeting(token: str) -> bytes:
 class MessageReader:
     """Turns bytes, as they arrive, into complete messages.
 
-    after: the line that must come first; the end of what precedes it is kept as `noise`.
+    after: the line that must come first; what precedes it is skipped.
     """
 
     def __init__(
         self, after: bytes = b"", *, max_line_bytes: int = MAX_LINE_BYTES, max_payload_bytes: int = MAX_PAYLOAD_BYTES
     ) -> None:
-        self.noise = bytearray()
         self._after = after
         self._max_line_bytes = max_line_bytes
         self._max_payload_bytes = max_payload_bytes
@@ -60,11 +59,8 @@ class MessageReader:
         at = self._buffer.find(self._after)
         if at < 0:
             # The greeting may be split over two reads, so all but one byte of its length are kept.
-            num_done = max(0, len(self._buffer) - len(self._after) + 1)
-            self.noise += self._buffer[:num_done][-4096:]
-            del self._buffer[:num_done], self.noise[:-4096]
+            del self._buffer[: max(0, len(self._buffer) - len(self._after) + 1)]
             return False
-        self.noise += self._buffer[:at]
         del self._buffer[: at + len(self._after)]
         self._after = b""
         return True

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaclass.backbones import build_backbone
+from megaclass.backbones.lora import add_lora
 from megaclass.backbones.vit import VisionTransformer
 from megaclass.config.schema import BackboneConfig
 from megaclass.image_size import ImageSize
@@ -45,7 +46,10 @@ def configured_layers(settings: BackboneConfig, image_size: ImageSize) -> nn.Mod
 
 
 def freeze(backbone: nn.Module, config: BackboneConfig) -> None:
-    """Excludes the parameters that backbone.freeze names from training."""
+    """Excludes parameters that backbone.freeze names from training, and with LoRA all but a few."""
+    if config.lora:
+        depths = layer_depths(backbone)
+        add_lora(backbone, config.lora, (name for name, depth in depths.items() if depth == max(depths.values())))
     for prefix in config.freeze:
         frozen = [p for name, p in backbone.named_parameters() if name.startswith(prefix)]
         if not frozen:
@@ -93,9 +97,16 @@ def layer_depths(backbone: nn.Module) -> dict[str, int]:
     walk(backbone, "")
     if not depth:
         raise ConfigError(
-            f"optimizer.layer_decay is below 1, but {type(backbone).__name__} has neither blocks, stages nor layer1, layer2, …"
+            f"optimizer.layer_decay below 1 and backbone.lora need the order of the layers, but {type(backbone).__name__} has "
+            f"neither blocks, stages nor layer1, layer2, …"
         )
     return depths | {name: 0 for name, _ in backbone.named_parameters() if name not in depths}
+
+
+def blocks_of(backbone: nn.Module) -> list[nn.Module]:
+    """Returns the items of `blocks`, `stages`, `layers` and layer1, layer2, …, each before the one that contains it."""
+    names = re.compile(r"(.*\.)?(blocks|stages|layers|layer\d+)\.\d+")
+    return [module for name, module in backbone.named_modules() if names.fullmatch(name)][::-1]
 
 
 def checkpoint_activations(backbone: nn.Module, config: BackboneConfig) -> None:

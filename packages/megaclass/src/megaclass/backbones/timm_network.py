@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaclass.backbones.lora import wrapped_weights
 from megaclass.errors import CheckpointError
 from megaclass.image_size import ImageSize, compact_size, height_and_width, shown_size
 from megaclass_launch.errors import ConfigError
@@ -73,7 +74,7 @@ class TimmNetwork(nn.Module):
                 f"{source} does not hold the weights of timm/{self.name}: {len(absent)} tensors are missing, "
                 f"the first is {absent[0]}."
             )
-        self.body.load_state_dict(state)
+        self.body.load_state_dict(wrapped_weights(state, self.body.state_dict()))
 
 
 def check_timm_name(name: str) -> None:

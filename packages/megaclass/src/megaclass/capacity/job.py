@@ -16,6 +16,7 @@ from megaclass.head.gpu.tiling import (
     round_up,
     tiles_for,
 )
+from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.sampling import rate_schedule, sample_capacity
 from megaclass.head.settings import SHARE_OF_DEVICE
 from megaclass.image_size import compact_size
@@ -142,6 +143,18 @@ class PlannedJob:
         return self.gpu.memory // SHARE_OF_DEVICE if given is None else round(given * 2**30)
 
     @property
+    def plain_matrices(self) -> int:
+        """Matrices of float32 logits that the plain kernel holds for a chunk of classes; 0 if the fused one runs the head.
+
+        Counted in a step of each (head/chunked.py).
+        """
+        head = self.config.head
+        margin = MARGINS[head.margin][0] if head.margin in MARGINS else Margin
+        of_margin = {"uniface": 8, "sphereface2": 11, "intertopk": 13}.get(head.margin, 0)
+        is_unknown = head.label_smoothing > 0 or (head.loss or margin.loss) == "sigmoid"
+        return max(of_margin, 8 * is_unknown, 4 * (head.kernel == "chunked"))
+
+    @property
     def num_hosts(self) -> int:
         return -(-self.num_ranks // self.ranks_per_host)
 
@@ -171,6 +184,9 @@ def _traced(settings: BackboneConfig, image_size: tuple[int, int], dtype: torch.
     return trace_backbone(lambda: backbone_on_paper(settings, compact_size(image_size)), image_size, dtype)
 
 
+# Of the plain kernel: bytes of one chunk of logits, and passes over logits and centres, fitted to benchmarks/head-h200.md
+# (within 10 % with all classes; a sampled step took up to 1.7 times as long, because its chunks are small).
+_PLAIN_CHUNK_BYTES, _PLAIN_BYTES_PER_LOGIT, _PLAIN_BYTES_PER_NUMBER = 512 << 20, 50, 255
 _NUM_EXPONENTIALS = 3
 """Passes over the exponentials of a step: one writes them, two products read them."""
 
@@ -198,7 +214,7 @@ class HeadCosts:
 def head_costs(job: PlannedJob) -> HeadCosts:
     """Counts the head of one rank."""
     settings = job.config.head
-    dim, num_sub = job.config.backbone.embedding_dim, settings.subcentres
+    dim, num_sub = job.config.backbone.embedding_dim + settings.bias, settings.subcentres
     rows, drawn, gathered = job.local_classes * num_sub, job.sampled, job.gathered
     size = 2 if settings.storage == "bf16" else 4
     state_per_row = {"sgd": dim * size * bool(settings.momentum), "adamw": 2 * dim * size + 4, "adagrad": 4}
@@ -224,6 +240,11 @@ def head_costs(job: PlannedJob) -> HeadCosts:
     is_sampled = job.sample_rate < 1
     elements = min(rows * dim, 1 << 26)
     stored, forward_extra, update_extra = kept * parts, peak - kept, gradient + (largest if again else 0)
+    plain_traffic = 0
+    if job.plain_matrices:
+        matrices = job.plain_matrices * min(_PLAIN_CHUNK_BYTES, 4 * gathered * sampled_rows)
+        forward_extra, update_extra = forward_extra + matrices, update_extra + matrices
+        plain_traffic = _PLAIN_BYTES_PER_LOGIT * gathered * sampled_rows + _PLAIN_BYTES_PER_NUMBER * sampled_rows * dim
     # unit, operand, own centres, gathered blocks, sums and gradient of the embeddings
     images = parts * gathered * dim * (4 + operand + 4 + operand + 4 + 4)
     images += (16 * drawn + 8 * job.local_classes) * is_sampled
@@ -242,7 +263,8 @@ def head_costs(job: PlannedJob) -> HeadCosts:
         + parts * again * (wide_rows + 2 * narrow_rows + all_exponentials)
         + 2 * narrow_rows
         + 2 * (wide_rows + row_state * sampled_rows / max(1, rows))
-        + 9 * job.local_classes * is_sampled,
+        + 9 * job.local_classes * is_sampled
+        + parts * plain_traffic,
     )
 
 

@@ -73,13 +73,16 @@ class Memory:
 def plan_memory(job: PlannedJob) -> Memory:
     """Adds up what a rank holds all the time, and what it holds at each moment of a step."""
     config, backbone, head = job.config, job.backbone(), head_costs(job)
-    trained = 4 * backbone.num_trained
+    parts = job.num_ranks if config.train.shard_backbone else 1
+    trained, parameters = 4 * -(-backbone.num_trained // parts), 4 * -(-backbone.num_parameters // parts)
     state = {"adamw": 2 * trained, "sgd": trained * bool(config.optimizer.momentum)}[config.optimizer.name]
     lasting = {
-        "backbone": 4 * backbone.num_parameters + 3 * backbone.buffer_bytes,
+        "backbone": parameters + 3 * backbone.buffer_bytes,
+        # One block is gathered while another one is used, and gradients are whole until they are averaged.
+        "gathered blocks": 3 * 4 * backbone.largest_part if config.train.shard_backbone else 0,
         "gradients": trained,
         "optimizer state": state,
-        "moving average": 4 * backbone.num_parameters if config.train.ema else 0,
+        "moving average": parameters if config.train.ema else 0,
         "centres": head.centres,
         "state of the centres": head.row_state,
         "communication buffers": _communication(job),

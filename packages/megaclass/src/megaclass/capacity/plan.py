@@ -76,6 +76,7 @@ def _checkpoint_bytes(job: PlannedJob, memory: Memory) -> int:
     """Counts weights and optimizer state of backbone and centres, of all ranks together."""
     head = head_costs(job)
     shared = sum(memory.parts.get(name, 0) for name in ("backbone", "optimizer state", "moving average"))
+    shared *= job.num_ranks if job.config.train.shard_backbone else 1
     return shared + round((head.centres + head.row_state) * job.num_classes / job.local_classes)
 
 

@@ -35,11 +35,15 @@ def exchanges(job: PlannedJob) -> list[Exchange]:
     narrow = {"none": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}[job.config.train.compression]
     block = 16 + job.max_batch * (8 + dim * job.dtype.itemsize)
     parts = job.config.train.accumulate
+    backbone = ("gradient of the backbone", "all-reduce", narrow * job.backbone().num_trained, 2)
+    if job.config.train.shard_backbone:
+        # Gathered for forward and for backward, then the gradients are averaged.
+        backbone = ("weights and gradient of the backbone", "all-gather", 4 * job.backbone().num_parameters, 3 * parts)
     table = [
         ("embeddings and labels", "all-gather", parts * job.num_ranks * block, 1),
         ("softmax sums and target cosines", "all-reduce", parts * 8 * (2 * gathered + 1), 2),
         ("gradient of the embeddings", "reduce-scatter", parts * 4 * gathered * dim, 1),
-        ("gradient of the backbone", "all-reduce", narrow * job.backbone().num_trained, 2),
+        backbone,
     ]
     return [Exchange(name, kind, size, _seconds(job, size, passes)) for name, kind, size, passes in table]
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from megaclass.backbones.configured import blocks_of
 from megaclass.image_size import has_rows, input_shape
 
 _DEVICE = "meta"
@@ -61,6 +62,8 @@ class BackboneTrace:
     num_trained: int
     """Numbers that are trained."""
     num_parameters: int
+    largest_part: int
+    """Numbers that train.shard_backbone gathers at once."""
     buffer_bytes: int
     columns: NDArray[np.float64]
     """(2, 4, operations): of each of the two batches, what StepTrace has."""
@@ -92,11 +95,19 @@ def trace_backbone(build: Callable[[], nn.Module], image_size: tuple[int, int], 
     return BackboneTrace(
         num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in parameters),
+        largest_part=_largest_part(backbone),
         buffer_bytes=buffer_bytes,
         columns=columns,
         num_forward=num_forward,
         flops_per_image=float(forward[1] - forward[0]) / (_BATCHES[1] - _BATCHES[0]),
     )
+
+
+def _largest_part(backbone: nn.Module) -> int:
+    largest, left = 0, {id(parameter): parameter.numel() for parameter in backbone.parameters()}
+    for part in (*blocks_of(backbone), backbone):
+        largest = max(largest, sum(left.pop(id(parameter), 0) for parameter in part.parameters()))
+    return largest
 
 
 def _trace_step(

@@ -175,9 +175,18 @@ def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from megaclass.data.tools.glyphs import characters_for, describe_relations, split_glyphs, write_glyphs
 
     folders = options.fonts or [Path(folder) for folder in FONT_FOLDERS]
+    if absent := next((folder for folder in options.fonts or () if not folder.is_dir()), None):
+        raise DataError(f"Cannot look for fonts in {absent}: there is no such folder.")
     fonts = FontCollection.find(folders, read_designs(), options.processes)
     if options.out is None:
         return 0, fonts.to_json(), fonts.describe()
+    if not any(fonts.faces):
+        is_packed = any(next(folder.expanduser().rglob("*.deb"), None) for folder in folders)
+        hint = "Packages (.deb) are there, which must be unpacked" if is_packed else "They are free"
+        raise DataError(
+            f"None of the fonts is in {', '.join(map(str, folders))}. {hint}: megaclass data glyphs, without --out, lists the "
+            f"fonts and says how to get them."
+        )
     if options.out.exists():
         raise DataError(f"Cannot write {options.out}: it exists already. Remove it or choose another folder.")
     wanted = None if options.classes is None else characters_for(fonts, options.classes)

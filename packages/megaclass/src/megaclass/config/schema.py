@@ -143,6 +143,8 @@ class BackboneConfig(_Section):
     """Fraction of each image's patches that transformers leave out in training."""
     freeze: tuple[str, ...] = ()
     """Name prefixes of frozen parameters, such as ["conv1", "layer1"]; batch statistics are still updated."""
+    lora: int = field(default=0, metadata=within("in [0, 1024]"))
+    """Rank of LoRA: train two narrow matrices per linear layer of a transformer's blocks in place of the layer; 0: none."""
     checkpoint_activations: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
@@ -201,6 +203,10 @@ as drawn; the last two correct the loss for it (logQ)."""
     """Largest number of labels of an image."""
     label_smoothing: float = field(default=0.0, metadata=within("in [0, 1)"))
     """Share of an image's weight that is spread evenly over all classes that are used in the step."""
+    similarity: Literal["cosine", "inner"] = "cosine"
+    """Compares images with centres: by cosines, or by inner products, of which head.scale is the inverse of the temperature."""
+    bias: bool = False
+    """Learn a bias per class, for inner products."""
     kernel: Literal["auto", "triton_fused", "chunked"] = field(default="auto", metadata=MAY_CHANGE)
     """Implementation of the head; auto chooses the fastest one for the device."""
 
@@ -219,6 +225,12 @@ as drawn; the last two correct the loss for it (logQ)."""
             self.require(name, getattr(self, name) is None or self.margin == "combined", needed)
         is_named_once = self.margin != "combined" or self.margin_size is None or self.m2 is None
         self.require("margin_size", is_named_once, "unset if head.m2 is set: both are the angle of the margin combined")
+        is_inner, needed = self.similarity == "inner", "softmax, cosface or your own with head.similarity=inner"
+        self.require("margin", not is_inner or self.margin in ("softmax", "cosface") or ":" in self.margin, needed)
+        needed = "below 64 with head.similarity=inner: the inverse of the temperature, for example 1"
+        self.require("scale", not is_inner or self.scale < 64, needed)
+        self.require("bias", is_inner or not self.bias, "false unless head.similarity is inner")
+        self.require("filter_above", not is_inner or self.filter_above is None, "unset with head.similarity=inner")
         has_choice = self.gradient == "exact" or self.margin in ("softmax", "arcface", "cosface", "combined")
         self.require("gradient", has_choice, f"exact for the margin {self.margin}, which has no other derivative")
         steps = [step for step, _ in self.margin_schedule]
@@ -298,6 +310,8 @@ class TrainConfig(_Section):
     """Compile the backbone with torch.compile; if that fails, training continues without it. auto: a ViT on a GPU only."""
     cuda_graph: Literal["auto", "on", "off"] = field(default="auto", metadata=MAY_CHANGE)
     """Replay the backbone's steps as CUDA graphs: auto with enough memory and, on several ranks, if it measures a gain."""
+    shard_backbone: bool = field(default=False, metadata=MAY_CHANGE)
+    """Split the backbone, its gradients and their optimizer over the ranks (FSDP2), for backbones too large for one GPU."""
     compression: Literal["none", "fp16", "bf16", "fp8", "int8"] = "none"
     """Number format in which ranks exchange the backbone's gradients; rounding errors are carried over to the next step."""
     tensorboard: bool = field(default=False, metadata=MAY_CHANGE)
@@ -350,6 +364,15 @@ class TrainConfig(_Section):
         self.require("patience", not self.patience or self.evaluate_epochs > 0, needed)
         self.require("hang_after_s", not self.hang_after_s or self.hang_after_s >= 1, "0, or at least 1 second")
         self.require("metrics_address", bool(self.metrics_address), "an address of this host")
+        for name, allowed in (
+            ("compile", ("auto", False)),
+            ("cuda_graph", ("auto", "off")),
+            ("compression", ("none",)),
+        ):
+            is_allowed = not self.shard_backbone or getattr(self, name) in allowed
+            self.require(
+                name, is_allowed, f"{allowed[0]} with train.shard_backbone, whose layers are gathered one by one"
+            )
         is_range = self.profile == "" or self.profiled_steps()[0] < self.profiled_steps()[1]
         self.require("profile", is_range, "first:stop with 0 <= first < stop, for example 100:110")
         has_ranks = bool(self.profile_ranks) and all(rank >= 0 for rank in self.profile_ranks)
@@ -407,7 +430,7 @@ class Config:
     def is_compiled(self, *, on_gpu: bool) -> bool:
         """Decides train.compile=auto: on an H200, vit_b trains 1.4 times as fast compiled, iresnet50 not faster."""
         if self.train.compile == "auto":
-            return on_gpu and self.backbone.name.startswith("vit")
+            return on_gpu and self.backbone.name.startswith("vit") and not self.train.shard_backbone
         return self.train.compile
 
     def may_replay_backbone(self) -> bool:
@@ -421,6 +444,7 @@ class Config:
         is_own = ":" in layers.name or layers.name.startswith("timm/")
         return (
             setting != "off"
+            and not self.train.shard_backbone
             # Too small to gain anything, or without parameters.
             and layers.name not in ("none", "linear", "mlp")
             and (setting == "on" or not is_own)

@@ -321,7 +321,7 @@ class BatchLoader:
         self._memory.release()
         what = "read %s rows" if isinstance(source, TensorSource) else "decoded %s images"
         _log.info(f"{what} onto %s in %.1f s", f"{start:,}", device, time.monotonic() - begun)
-        return _ResidentImages(images, torch.from_numpy(np.ascontiguousarray(source.labels)).to(device), shown)
+        return _ResidentImages(images, torch.tensor(source.labels, device=device), shown)
 
 
 @dataclass(frozen=True)

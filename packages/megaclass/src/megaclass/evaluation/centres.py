@@ -4,6 +4,7 @@ Letters: C classes, R = C x M rows (the M sub-centres of a class are adjacent), 
 """
 
 import itertools
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,16 +36,31 @@ class ClassShard:
     """Number of training images of every class; None if it is not known."""
 
     @classmethod
-    def of(cls, rows_RD: Tensor, first_class: int, classes: ClassList, num_here: int) -> "ClassShard":
-        """rows_RD: the centres of `num_here` classes, not normalised."""
+    def of(
+        cls, rows_RD: Tensor, first_class: int, classes: ClassList, num_here: int, *, is_cosine: bool = True
+    ) -> "ClassShard":
+        """rows_RD: the centres of `num_here` classes, not normalised. is_cosine: False for inner products."""
         shard = GalleryShard(
             embeddings_ND=rows_RD,
             labels_N=np.arange(first_class, first_class + num_here),
             first=first_class,
             rows_per_entry=max(1, len(rows_RD) // max(1, num_here)),
-            is_normalised=False,
+            # Rows that are compared as they are.
+            is_normalised=not is_cosine,
         )
         return cls(shard=shard, classes=classes)
+
+    @property
+    def is_cosine(self) -> bool:
+        return not self.shard.is_normalised
+
+    def probes(self, embeddings_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns what is compared with the centres: unit embeddings; for inner products as they are, and a 1 for the bias."""
+        if self.is_cosine:
+            norms_N1 = np.linalg.norm(embeddings_ND, axis=1, keepdims=True)
+            return np.asarray(embeddings_ND / norms_N1, dtype=np.float32)
+        missing = self.shard.embeddings_ND.shape[1] - embeddings_ND.shape[1]
+        return np.pad(embeddings_ND, ((0, 0), (0, missing)), constant_values=1.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +71,8 @@ class ModelCentres:
     num_rows: int
     rows: Callable[[int, int], Tensor]
     """Reads the rows [start, stop) as float32."""
+    is_cosine: bool = True
+    """False: images are compared by inner products, and a number more than an embedding has is a bias."""
 
     @property
     def num_classes(self) -> int:
@@ -82,7 +100,7 @@ class ModelCentres:
         """Reads the centres of this rank's part of the classes."""
         own = rows_of_rank(self.num_classes, group)
         rows_RD = self.rows(own.start * self.rows_per_class, own.stop * self.rows_per_class)
-        return ClassShard.of(rows_RD, own.start, self.classes, len(own))
+        return ClassShard.of(rows_RD, own.start, self.classes, len(own), is_cosine=self.is_cosine)
 
 
 def names_of(classes: ClassList, numbers: Collection[int]) -> dict[int, str]:
@@ -136,16 +154,22 @@ def read_run_centres(run: Path) -> ModelCentres:
             first += num_rows
         return parts[1] if len(parts) == 2 else torch.cat(parts)
 
-    return ModelCentres(classes=saved_classes(folder, manifest), num_rows=total, rows=rows)
+    similarity = tomllib.loads(manifest.config).get("head", {}).get("similarity")
+    classes = saved_classes(folder, manifest)
+    return ModelCentres(classes=classes, num_rows=total, rows=rows, is_cosine=similarity != "inner")
 
 
 def read_exported_centres(path: Path) -> ModelCentres:
-    """Opens a centres.safetensors: `centres` (C, M, D), `names_utf8` with all names in a row, and `name_ends` (C,)."""
+    """Opens a centres.safetensors: `centres` (C, M, D), `names_utf8` with all names in a row, and `name_ends` (C,).
+
+    Its metadata has the similarity if that is not the cosine.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             num_classes, per_class, _ = file.get_slice("centres").get_shape()
+            is_cosine = (file.metadata() or {}).get("similarity") != "inner"
             text, ends = file.get_tensor("names_utf8").numpy().tobytes(), file.get_tensor("name_ends").tolist()
         named = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         for name in named:
@@ -164,7 +188,7 @@ def read_exported_centres(path: Path) -> ModelCentres:
         rows_RD: Tensor = part[first : first + stop - start]
         return rows_RD
 
-    return ModelCentres(classes=classes, num_rows=num_classes * per_class, rows=rows)
+    return ModelCentres(classes=classes, num_rows=num_classes * per_class, rows=rows, is_cosine=is_cosine)
 
 
 # ---- health: lengths, and pairs of classes that are too close -------------------------------------------------------------

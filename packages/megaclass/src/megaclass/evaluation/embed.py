@@ -1,5 +1,6 @@
 """Embeds images with a network; each rank embeds a part of them."""
 
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of images done and the total number."""
 OnBad = Callable[[int, DataError], None]
 """Called with the number of an image that cannot be read, and the reason."""
+_NUM_NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,6 +52,17 @@ def distinct_images(images: Images) -> tuple[list[int], NDArray[np.int64]]:
         if place == len(firsts):
             firsts.append(index)
     return firsts, places_N
+
+
+def log_bad_images() -> OnBad:
+    """Returns a function that names the first bad images in the log: there may be thousands."""
+    numbers = itertools.count()
+
+    def log(index: int, error: DataError) -> None:
+        if next(numbers) < _NUM_NAMED:
+            _log.warning("left out a bad image: %s", error)
+
+    return log
 
 
 def log_resized(num_resized: int, num_images: int, image_size: ImageSize, which: str) -> None:

@@ -168,12 +168,17 @@ def thumbnails(source: ImageSource, indices: Sequence[int]) -> list[bytes]:
             pixels = decode_image(source.read(index), source.name_of(index))
         except (DataError, OSError):
             continue
-        small = Image.fromarray(pixels)
-        small.thumbnail((_PICTURE_SIZE, _PICTURE_SIZE))
-        with io.BytesIO() as file:
-            small.save(file, format="JPEG", quality=88)
-            found.append(file.getvalue())
+        found.append(thumbnail(pixels, _PICTURE_SIZE))
     return found
+
+
+def thumbnail(pixels: NDArray[np.uint8], side: int) -> bytes:
+    """Returns a JPEG whose longer side is at most `side`."""
+    small = Image.fromarray(pixels)
+    small.thumbnail((side, side))
+    with io.BytesIO() as file:
+        small.save(file, format="JPEG", quality=88)
+        return file.getvalue()
 
 
 # ---- as arrays of an .npz ------------------------------------------------------------------------------------------

@@ -146,9 +146,9 @@ class Searched:
 def open_searched(evaluator: Evaluator, one: EvaluationSet) -> Searched:
     """Collective. Embeds the probes on every rank, and of the gallery at the set's path this rank's part."""
     assert one.probes is not None
-    probes = open_gallery(evaluator, one.probes)
+    # Both are listed before anything is embedded: a wrong path shows at once.
+    probes, gallery = open_gallery(evaluator, one.probes), open_gallery(evaluator, one.path)
     probes_PD = probes.all_rows()
-    gallery = open_gallery(evaluator, one.path)
     shard = gallery.shard(probes_PD.shape[1])
     known = {name: number for number, name in enumerate(dict.fromkeys(gallery.identities))}
     labels_N, keys_P, keys_N = labels_of(gallery.identities, known), None, None

@@ -192,11 +192,17 @@ class _Classifier(nn.Module):
         super().__init__()
         self.backbone, self.rows_per_class = backbone, centres.rows_per_class
         self.num_named = min(_TOP, centres.num_classes)
-        self.register_buffer("centres_DR", unit_rows_or_zero(centres.all_rows()).T.contiguous())
+        self.is_cosine, rows_RD = centres.is_cosine, centres.all_rows()
+        self.register_buffer("centres_DR", (unit_rows_or_zero(rows_RD) if self.is_cosine else rows_RD).T.contiguous())
 
     def forward(self, images_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         embeddings_BD = self.backbone(images_B)
-        cosines_BC = nn.functional.normalize(embeddings_BD) @ self.centres_DR
+        if self.is_cosine:
+            cosines_BC = nn.functional.normalize(embeddings_BD) @ self.centres_DR
+        else:
+            # The last row is a bias if there is one more than an embedding has numbers.
+            missing = self.centres_DR.shape[0] - embeddings_BD.shape[1]
+            cosines_BC = nn.functional.pad(embeddings_BD, (0, missing), value=1.0) @ self.centres_DR
         if self.rows_per_class > 1:
             cosines_BC = cosines_BC.unflatten(1, (-1, self.rows_per_class)).amax(dim=2)
         cosines_Bk, classes_Bk = cosines_BC.topk(self.num_named, dim=1)
@@ -217,7 +223,7 @@ def _export_classifier(job: ExportJob) -> None:
     _check(shown, path, whole, backbone, image_size)
     with torch.no_grad():
         want_Bk = whole(inputs)[2].double().numpy()
-    error = float(np.abs(_run_onnx(shown, path, whole, inputs, 2) - want_Bk).max())
+    error = float((np.abs(_run_onnx(shown, path, whole, inputs, 2) - want_Bk) / np.maximum(1, np.abs(want_Bk))).max())
     if not error < MAX_NORM_DIFFERENCE:
         raise ExportError(f"Not written: {shown}. The cosines of the ONNX model are off by {error:.1e}.")
     (job.folder / _NAMES_FILE).write_bytes(b"".join(name + b"\n" for name in job.centres.classes.names()))

@@ -211,6 +211,11 @@ def push(
     repository = repository.removeprefix(HUB_PREFIX)
     if repository.count("/") != 1 or not all(repository.split("/")):
         raise ExportError(f"Cannot push to {repository!r}: expected user/name.")
+    if form == "onnx-classifier" and not with_centres:
+        raise ExportError(
+            "An export to onnx-classifier holds the names and centres of the training classes: add --with-centres to publish "
+            "them, or choose another form with --to."
+        )
     hub = hub_library("Publishing on the Hugging Face Hub")
     with tempfile.TemporaryDirectory() as temporary:
         folder = export_model(path, form, Path(temporary) / form, licence=licence, backbone=backbone)

@@ -77,6 +77,8 @@ def _write(job: ExportJob) -> None:
     require_same_when_opened(job, _FILE)
     if job.centres is not None:
         metadata = {"format": "megaclass", "content": "class centres"}
+        if not job.centres.is_cosine:
+            metadata["similarity"] = "inner"
         save_centres(job.folder / CENTRES_FILE, job.centres, metadata=metadata)
 
 

@@ -204,7 +204,8 @@ def _text(kind: int, rank: int, position: int, value: int, count: int, step: int
     if kind == LOGIT:
         return (
             f"The inner products of {count} image(s) with their negatives are too large for exp, or not finite. {_KEPT} Lower "
-            f"the learning rate, or raise the temperature: logits should stay within ±600."
+            f"the learning rate, or raise the temperature: logits should stay below 600, and below 75 with the kernel "
+            f"triton_fused."
         )
     if kind == OVERWRITTEN:
         return (

@@ -27,7 +27,7 @@ import copy
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from megaclass.head import state_dict as head_state
 from megaclass.head.centres import STORAGE_DTYPES, Centres, ClassRange, class_range
 from megaclass.head.faults import FaultWatch
 from megaclass.head.followed_scaler import FollowedScaler, check_unscaled
-from megaclass.head.gather_batch import GlobalBatch, gather_batch
+from megaclass.head.gather_batch import gather_batch
 from megaclass.head.labels import Labels, Weights, label_words, read_words
 from megaclass.head.losses import LossName
 from megaclass.head.margins import CurricularFace, Margin
@@ -439,29 +439,6 @@ class PartialFC(nn.Module):
         return centres_NMD[:, 0] if num_subcentres == 1 else centres_NMD
 
     @torch.no_grad()
-    def nearest(self, class_id: int, k: int = 10) -> tuple[Tensor, Tensor]:
-        """Collective. Returns the k classes most similar to this one, best first: ids and cosines, the same on every rank.
-
-        With sub-centres two classes are as similar as their closest pair. An all-reduce of M * D numbers, two
-        all-gathers of W * k.
-        """
-        if not 1 <= k < self.num_classes:
-            raise HeadError(f"nearest() was asked for k={k}: it must lie in [1, {self.num_classes - 1}].")
-        own = self.centres(torch.tensor([class_id])).reshape(-1, self.settings.width)
-        unit_MD = self.store.directions(own)[0]
-        cosines_K = torch.cat([cosines.amax(0) for _, cosines in self._cosine_blocks(unit_MD)])
-        if self.classes.start <= class_id < self.classes.stop:
-            cosines_K[class_id - self.classes.start] = -torch.inf
-        top = cosines_K.topk(min(k, len(cosines_K)))
-        # Every rank sends k of them; one that has fewer classes fills up with -inf.
-        cosines_k = cosines_K.new_full((k,), -torch.inf)
-        ids_k = torch.zeros(k, dtype=torch.int64, device=cosines_K.device)
-        cosines_k[: len(top.values)], ids_k[: len(top.values)] = top.values, top.indices + self.classes.start
-        cosines, ids = gather_blocks(cosines_k, self.group).flatten(), gather_blocks(ids_k, self.group).flatten()
-        best = cosines.topk(k)
-        return ids[best.indices], best.values
-
-    @torch.no_grad()
     def minor_subcentres(self, k: int = 1000) -> tuple[int, int, list[tuple[int, int, int]]]:
         """Collective. Returns how many images had another sub-centre than the most frequent one of their class.
 
@@ -484,23 +461,11 @@ class PartialFC(nn.Module):
     def logits(self, embeddings_BD: Tensor) -> Tensor:
         """Collective. Returns scale * cosine of these embeddings with all classes, (B, C), without margin and gradient.
 
-        For the accuracy on a batch: `(head.logits(embeddings).argmax(1) == labels).float().mean()`. With sub-centres the
-        closest one of a class counts. Each rank holds B * C numbers afterwards; predict() needs less memory. An all-gather
-        of the embeddings, and one of B * C numbers per rank.
+        With sub-centres the closest one of a class counts. For few classes: traffic and memory are those of predict() for
+        k = C, W * G * C numbers. The accuracy on a batch needs predict(embeddings)[0] only.
         """
-        batch = self._gather_units(embeddings_BD)
-        own_GK = torch.cat([cosines for _, cosines in self._cosine_blocks(batch.embeddings_GD)], dim=1)
-        # Ranks hold ranges of classes that differ by one at most; the shorter ones are filled up for the all-gather.
-        own_GK = nn.functional.pad(own_GK, (0, -(-self.num_classes // self.world_size) - own_GK.shape[1]))
-        result = own_GK.new_empty((len(embeddings_BD), self.num_classes))
-        for rank, images in enumerate(own_GK.split(batch.max_batch) if batch.max_batch else ()):
-            # One rank's images at a time: gathering those of all ranks would take W times the memory of the result.
-            blocks_WBK = gather_blocks(images, self.group)
-            if rank == self.rank:
-                for owner, block_BK in enumerate(blocks_WBK):
-                    part = class_range(self.num_classes, owner, self.world_size)
-                    result[:, part.start : part.stop] = block_BK[: len(result), : len(part)]
-        return result.mul_(self.margin.scale)
+        ids_BC, cosines_BC = self.predict(embeddings_BD, self.num_classes)
+        return torch.empty_like(cosines_BC).scatter_(1, ids_BC, cosines_BC).mul_(self.margin.scale)
 
     @torch.no_grad()
     def predict(self, embeddings_BD: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
@@ -510,35 +475,28 @@ class PartialFC(nn.Module):
         """
         if not 1 <= k <= self.num_classes:
             raise HeadError(f"predict() was asked for k={k}: it must lie in [1, {self.num_classes}].")
-        batch = self._gather_units(embeddings_BD)
+        self._settle_on(embeddings_BD.device)
+        check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
+        unit_BD = self.store.directions(self._widened(embeddings_BD.detach()))[0]
+        labels_B = torch.zeros(len(unit_BD), dtype=torch.int64, device=unit_BD.device)
+        batch = gather_batch(unit_BD, labels_B, step=0, max_batch=None, group=self.group)
         cosines_Gk = batch.embeddings_GD.new_full((len(batch.embeddings_GD), k), -torch.inf)
         ids_Gk = torch.zeros_like(cosines_Gk, dtype=torch.int64)
-        for first, cosines_GS in self._cosine_blocks(batch.embeddings_GD):
-            ids_S = torch.arange(first, first + cosines_GS.shape[1], device=self.device).expand_as(cosines_GS)
-            cosines_Gk, ids_Gk = _best(torch.cat([cosines_Gk, cosines_GS], 1), torch.cat([ids_Gk, ids_S], 1), k)
+        num_subcentres, first = self.store.num_subcentres, self.classes.start
+        with _without_autocast(self.device):
+            for block in self.store.weight_RD.split(_BLOCK_CLASSES * num_subcentres):
+                cosines_GR = batch.embeddings_GD @ self.store.directions(block)[0].T
+                # The closest sub-centre of a class counts.
+                cosines_GS = cosines_GR.unflatten(1, (-1, num_subcentres)).amax(2)
+                ids_S = torch.arange(first, first + cosines_GS.shape[1], device=self.device).expand_as(cosines_GS)
+                cosines_Gk, ids_Gk = _best(torch.cat([cosines_Gk, cosines_GS], 1), torch.cat([ids_Gk, ids_S], 1), k)
+                first += _BLOCK_CLASSES
         cosines = gather_blocks(cosines_Gk, self.group).transpose(0, 1).flatten(1)
         ids = gather_blocks(ids_Gk, self.group).transpose(0, 1).flatten(1)
         start = self.rank * batch.max_batch
         own = slice(start, start + len(embeddings_BD))
         best, best_ids = _best(cosines[own], ids[own], k)
         return best_ids, best
-
-    def _gather_units(self, embeddings_BD: Tensor) -> GlobalBatch:
-        """Collective. Returns the unit embeddings of all ranks."""
-        self._settle_on(embeddings_BD.device)
-        check_embeddings(self.settings, embeddings_BD, self.rank, self.device)
-        unit_BD = self.store.directions(self._widened(embeddings_BD.detach()))[0]
-        labels_B = torch.zeros(len(unit_BD), dtype=torch.int64, device=unit_BD.device)
-        return gather_batch(unit_BD, labels_B, step=0, max_batch=None, group=self.group)
-
-    def _cosine_blocks(self, unit_GD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first class, cosines) with the classes of this rank, a block at a time; the closest sub-centre counts."""
-        num_subcentres = self.store.num_subcentres
-        with _without_autocast(unit_GD.device):
-            for number, block in enumerate(self.store.weight_RD.split(_BLOCK_CLASSES * num_subcentres)):
-                cosines = unit_GD @ self.store.directions(block)[0].T
-                cosines = cosines.unflatten(1, (-1, num_subcentres)).amax(2)
-                yield self.classes.start + number * _BLOCK_CLASSES, cosines
 
     # ---- as a torch module: state dicts, moves and conversions, copies and pickles -----------------------------------
 
@@ -761,9 +719,10 @@ def choose_engine(
     if obstacle is None and (device.type == "cuda" or name == _FUSED):
         # Imported here: Triton need not be installed.
         from megaclass.head.gpu import kernel
-        from megaclass.head.gpu.step import FusedStep
+        from megaclass.head.gpu.step import FusedImagesStep, FusedStep
 
-        return FusedStep, kernel
+        is_usual = settings.is_cosine and settings.max_labels == 1 and not settings.is_weighted
+        return FusedImagesStep if is_usual and settings.loss == "softmax" else FusedStep, kernel
     if name == _FUSED:
         raise HeadError(f"kernel={_FUSED!r} cannot run here: {obstacle}. Use kernel='auto', or remove that obstacle.")
     if device.type == "cuda":
@@ -786,8 +745,12 @@ def fused_obstacle(settings: HeadSettings, device: torch.device, *, dtype: torch
     from megaclass.head.gpu.kernel import MAX_LOGIT
 
     margin = settings.margin
-    if margin.logit_bound() > MAX_LOGIT:
+    if settings.is_cosine and margin.logit_bound() > MAX_LOGIT:
         return f"it takes logits up to {MAX_LOGIT:g}, and those of {margin} reach {margin.logit_bound():g}"
     if not margin.touches_only_target and not isinstance(margin, CurricularFace):
         return f"{type(margin).__name__} changes the negatives' logits in a way it does not know"
-    return settings.unfused()
+    if settings.max_labels > 1 and settings.filter_above is not None:
+        return "it takes filter_above with one label per image only"
+    if settings.loss == "sigmoid":
+        return "it does not know the loss sigmoid"
+    return "it does not know label_smoothing" if settings.label_smoothing else None

@@ -59,6 +59,9 @@ _NO_LOGIT = -1e30
 class PlainStep:
     """A step in PyTorch operations around a plain kernel."""
 
+    largest_inner_sum = math.inf
+    """Sums of exponentials of inner products from this size on are a fault."""
+
     def __init__(self, context: StepContext, kernel: Kernel) -> None:
         self.context, self.kernel, self.faults = context, kernel, context.faults
         self._never_waits = context.device.type == "cuda"
@@ -209,7 +212,7 @@ class PlainStep:
         elif settings.max_labels > 1 or settings.label_smoothing:
             is_shared = settings.loss != "sigmoid"
             weights_GP = default_weights(is_label_N.view(labels_GP.shape), is_shared=is_shared)
-        unit_ND = _of_labels(unit_GD, settings.max_labels)
+        unit_ND = of_labels(unit_GD, settings.max_labels)
         own_rows_N, own_unit_ND, local_ids_N = _target_rows(store, labels_N, is_label_N, unit_ND)
         images = GatheredImages(
             unit_GD=unit_GD,
@@ -276,7 +279,7 @@ class PlainStep:
             counts_G = counts_C[images.labels_N.clamp(0, len(counts_C) - 1)].double().where(images.is_label_N, 1)
         return Targets(
             cosines_G=images.cosines_N,
-            norms_G=_of_labels(images.norms_G.double(), max_labels),
+            norms_G=of_labels(images.norms_G.double(), max_labels),
             is_image_G=images.is_label_N,
             state=dict(self.context.margin_state),
             normals=normals,
@@ -340,7 +343,7 @@ class PlainStep:
         fault = overflow_fault(gathered, num_overflowed)
         if not self.context.settings.is_cosine:
             # Inner products are not bounded. All ranks have the same sums.
-            num_infinite = (images.is_image_G & ~(sums.sum_G < torch.inf)).sum()
+            num_infinite = (images.is_image_G & ~(sums.sum_G < self.largest_inner_sum)).sum()
             fault = overflow_fault(fault, num_infinite, LOGIT)
             self.faults.note(fault)
             self.faults.look(self.context.settings.num_classes)
@@ -409,7 +412,7 @@ class PlainStep:
         if losses.slope_logits_G is not None:
             both = [part.negative_coefficients_G, image_weight_G * losses.slope_logits_G]
             part.negative_coefficients_G = torch.stack(both)
-        part.target_coefficients_N = _of_labels(image_weight_G, part.problem.max_labels) * losses.slope_cosine_N
+        part.target_coefficients_N = of_labels(image_weight_G, part.problem.max_labels) * losses.slope_cosine_N
         if not wants_images:
             return None
         grad_BD = self._grad_embeddings(part)
@@ -529,7 +532,7 @@ class PlainStep:
         )
 
 
-def _of_labels(values_G: Tensor, max_labels: int) -> Tensor:
+def of_labels(values_G: Tensor, max_labels: int) -> Tensor:
     """Returns a value per label from one per image."""
     return values_G if max_labels == 1 else values_G.repeat_interleave(max_labels, 0)
 
@@ -570,7 +573,7 @@ def _add_targets_(chunk: CentreGradient, parts: list[LossPart], num_subcentres: 
         slots_N, unit_GD = part.problem.target_slots_N, part.images.unit_GD
         is_here_N = (slots_N >= chunk.start) & (slots_N < chunk.stop)
         places_N = (slots_N - chunk.start) * num_subcentres + part.images.own_rows_N % num_subcentres
-        unit_ND = _of_labels(unit_GD, part.problem.max_labels)
+        unit_ND = of_labels(unit_GD, part.problem.max_labels)
         pulls_ND = unit_ND * part.target_coefficients_N.to(unit_GD.dtype)[:, None]
         # Images whose class is elsewhere add zero to the first row: selecting those that are here would be a wait.
         places_N = torch.where(is_here_N, places_N, 0)

@@ -95,18 +95,6 @@ class HeadSettings:
         stop, high = next((pair for pair in self.margin_shares if pair[0] > step), (start + 1, low))
         return self.margin.at_share(low + (high - low) * (step - start) / (stop - start))
 
-    def unfused(self) -> str | None:
-        """Returns which setting the fused kernel does not know, as the end of a sentence."""
-        unknown = {
-            f"it takes one label per image, and max_labels is {self.max_labels}": self.max_labels > 1,
-            "it takes no weights": self.is_weighted,
-            f"it knows the loss softmax, and loss is {self.loss!r}": self.loss != "softmax",
-            "it knows no label_smoothing": self.label_smoothing > 0,
-            f"it compares cosines, and similarity is {self.similarity!r}": not self.is_cosine,
-            f"it draws negatives uniformly, and negatives is {self.negatives!r}": self.negatives != "uniform",
-        }
-        return next((text for text, is_so in unknown.items() if is_so), None)
-
     def __post_init__(self) -> None:
         limits: dict[str, tuple[bool, str]] = {
             "embedding_dim": (self.embedding_dim >= 1, "at least 1"),

@@ -21,6 +21,7 @@ from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import ClassificationProtocol
 from megaclass.evaluation.search import search
 from megaclass.metrics_file import is_number
+from megaclass_launch.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaclass.inference.loaded_model import LoadedModel
@@ -35,7 +36,7 @@ class Guess:
 
     name: str
     cosine: float
-    """Of the image's embedding and the centre of the class."""
+    """Of the image's embedding and the centre of the class; the inner product, bias included, of a model that has these."""
     probability: float | None
     """None if no temperature is known: the model was not evaluated on labelled images."""
 
@@ -76,7 +77,7 @@ def classify(
     stated = facts.get("temperature")
     temperature = float(stated) if stated is not None and is_number(stated) else 0.0
     scale = 1 / temperature if temperature > 0 else None
-    rows = torch.as_tensor(rows_ND, device=model.device)
+    rows = torch.as_tensor(rows_ND if shard.is_cosine else shard.probes(rows_ND), device=model.device)
     with _lock:
         found = search(rows, shard.shard, k=min(top, len(names)), device=model.device, scale=scale, is_alone=True)
     cosines_Nk, classes_Nk = found.other_scores_Pk.double().cpu(), found.other_indices_Pk.cpu()
@@ -120,6 +121,11 @@ def with_added_classes(model: "LoadedModel", folder: Path, *, fit: Fit | None, m
     require_one_label(source, "Adding classes")
     added = [name.decode(errors="replace") for name in class_list(str(folder), source).names()]
     try:
+        if not model.centres.is_cosine:
+            raise ConfigError(
+                f"{model.name} compares images with classes by inner products, for which the mean of a class's embeddings is "
+                f"no centre: train it with the new classes (megaclass train … train.init_centres={model.name})."
+            )
         old_rows, old_names = model.centres.all_rows(), model.class_names
         rows_per_class = model.centres.rows_per_class
     except (DataError, CheckpointError):

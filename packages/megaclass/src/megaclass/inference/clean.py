@@ -6,7 +6,6 @@
 
 import csv
 import io
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from megaclass.data.sources.source import ImageSource
 from megaclass.data.tools.pack import PackOptions, PackResult, pack
 from megaclass.data.tools.split import SplitPart
 from megaclass.errors import DataError
-from megaclass.evaluation.embed import distinct_images
+from megaclass.evaluation.embed import distinct_images, log_bad_images
 from megaclass.evaluation.examples import images_of, thumbnails
 from megaclass.evaluation.images import Images, PairImages, SourceImages
 from megaclass.evaluation.report.templates import picture, render
@@ -41,7 +40,6 @@ _ACTIONS = {
 _COLUMNS = ("action", "kind", "image", "class", "other_class", "cosine", "other_cosine", "names")
 _MARK = "# findings about the data "
 _SHOWN_PER_KIND, _PICTURES_PER_CLASS = 100, 4
-_log = logging.getLogger("megaclass.inference")
 
 
 def review(
@@ -84,11 +82,7 @@ def _embedded_test(
 
 def _embedded(model: LoadedModel, images: Images) -> NDArray[np.float32]:
     """Returns unit embeddings; images that cannot be read are named and have NaN."""
-
-    def skip(index: int, error: DataError) -> None:
-        _log.warning("skipped a bad image: %s", error)
-
-    return model.embed_source(images, mirror=model.treatment.mirror, on_bad=skip)
+    return model.embed_source(images, mirror=model.treatment.mirror, on_bad=log_bad_images())
 
 
 def same_names(names: Sequence[str]) -> list[LabelFinding]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megaclass.data.decode import Fit
 from megaclass.distributed.agreement import on_every_rank_for_long, on_main_rank_for_long, paths_of_main_rank
 from megaclass.errors import DataError
-from megaclass.evaluation.embed import OnProgress, embed_part, log_resized
+from megaclass.evaluation.embed import OnProgress, embed_part, log_bad_images, log_resized
 from megaclass.evaluation.images import GivenImages, find_images
 from megaclass.inference import LoadedModel
 from megaclass_launch.files import published_file
@@ -33,8 +33,6 @@ _logger = logging.getLogger("megaclass.embed")
 # Images per file of partial results: what an interruption costs at most, per rank.
 _CHUNK = 1024
 _PLAN = "plan.json"
-# Bad images that are named in messages; the file .bad.txt lists all.
-_NUM_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,8 @@ def embed_folder(
     on_main_rank_for_long(lambda: _prepare(parts, _plan(model, folder, paths, fit, mirror)), device, group)
     images = GivenImages(images=paths, image_size=model.image_size, fit=fit)
     starts = range(0, len(paths), _CHUNK)
-    num_bad = 0
-
-    def report_bad(index: int, error: DataError) -> None:
-        nonlocal num_bad
-        num_bad += 1
-        if num_bad <= _NUM_NAMED:
-            _logger.info(f"left out a bad image: {error}")
+    # The file .bad.txt lists all of them.
+    on_bad = log_bad_images()
 
     def embed_own() -> None:
         for done, chunk in enumerate(range(rank, len(starts), num_ranks), start=1):
@@ -97,7 +90,7 @@ def embed_folder(
                     batch_size=batch_size,
                     num_threads=num_threads,
                     mirror=mirror,
-                    on_bad=report_bad,
+                    on_bad=on_bad,
                 )
                 with published_file(path) as unfinished:
                     np.save(unfinished, torch.nn.functional.normalize(rows[:, :-1]).cpu().numpy())

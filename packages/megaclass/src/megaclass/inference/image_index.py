@@ -1,7 +1,6 @@
 """A gallery to search in: the embeddings of its images, searched exactly or with faiss."""
 
 import io
-import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megaclass.data.decode import Fit
 from megaclass.errors import DataError
+from megaclass.evaluation.embed import log_bad_images
 from megaclass.evaluation.gallery import read_rows_and_names
 from megaclass.evaluation.images import GivenImages, find_images
 from megaclass.evaluation.search import GalleryShard, search
@@ -44,9 +44,6 @@ def listed_images(images: object) -> list[Any]:
 
 if TYPE_CHECKING:
     from megaclass.inference.loaded_model import LoadedModel
-
-_logger = logging.getLogger("megaclass.inference")
-_NUM_NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +139,9 @@ def _embedded(
     model: "LoadedModel", images: list[Any], fit: Fit | None, mirror: bool
 ) -> tuple[NDArray[np.float32], list[str]]:
     source = GivenImages(images=images, image_size=model.image_size, fit=fit)
-    num_bad = 0
-
-    def report_bad(index: int, error: DataError) -> None:
-        nonlocal num_bad
-        num_bad += 1
-        if num_bad <= _NUM_NAMED:
-            _logger.warning(f"left out a bad image: {error}")
-
     if not images:
         raise DataError("The gallery is an empty list: give at least one image.")
-    rows_ND = model.embed_source(source, mirror=mirror, on_bad=report_bad)
+    rows_ND = model.embed_source(source, mirror=mirror, on_bad=log_bad_images())
     is_good_N = np.isfinite(rows_ND[:, 0])
     names = [source.name(place) for place in range(len(images))]
     return rows_ND[is_good_N], [name for name, is_good in zip(names, is_good_N, strict=True) if is_good]

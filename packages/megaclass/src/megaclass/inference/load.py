@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megaclass.backbones import BackboneShape, build_backbone, is_built_in, may_be_named_by_file, own_size, recognise
+from megaclass.backbones.lora import evaluated_weights
 from megaclass.checkpoint.load import load_shared, newest_whole
 from megaclass.checkpoint.manifest import read_manifest
-from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.errors import CheckpointError
 from megaclass.image_size import (
     ImageSize,
@@ -109,9 +109,7 @@ def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
     for reason in passed_over:
         _logger.info(f"passed over a checkpoint: {reason}")
     if folder is not None:
-        shared = load_shared(folder)
-        # If training kept a moving average of the weights, it evaluated and exported that.
-        return folder, tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
+        return folder, evaluated_weights(load_shared(folder))
     if (run / "model.safetensors").is_file():
         return run / "model.safetensors", _read_safetensors(run / "model.safetensors")[0]
     raise CheckpointError(
@@ -271,7 +269,8 @@ def _load_onnx(path: Path, device: torch.device) -> LoadedModel:
 
 HUB_PREFIX = "hf://"
 # The model in any of its forms, and what describes it. Nothing else of a repository is fetched, and no code.
-_FILES = ("config.json", "README.md", "centres.safetensors", "model.safetensors", "model.onnx", "backbone.pth")
+_DESCRIPTIONS = ("config.json", "README.md", "centres.safetensors", "classes.txt", "classifier.onnx.data")
+_MODELS = ("model.safetensors", "model.onnx", "classifier.onnx", "backbone.pth")
 
 
 def hub_library(purpose: str) -> Any:
@@ -290,14 +289,16 @@ def pull(address: str) -> Path:
         raise CheckpointError(f"Cannot read {address!r}: expected hf://user/name or hf://user/name@revision.")
     hub = hub_library(f"Opening {address}")
     try:
-        folder = Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(_FILES)))
+        folder = Path(
+            hub.snapshot_download(repository, revision=revision or None, allow_patterns=[*_MODELS, *_DESCRIPTIONS])
+        )
     # The library and its HTTP client raise many types, without a common base class.
     except Exception as error:
         raise CheckpointError(
             f"Cannot fetch {address} from the Hugging Face Hub: {str(error).strip() or type(error).__name__}"
         ) from error
-    if not any((folder / name).is_file() for name in _FILES[3:]):
+    if not any((folder / name).is_file() for name in _MODELS):
         raise CheckpointError(
-            f"{address} holds no model of Megaclass: expected {', '.join(_FILES[3:])}. `megaclass push` publishes one."
+            f"{address} holds no model of Megaclass: expected {', '.join(_MODELS)}. `megaclass push` publishes one."
         )
     return folder

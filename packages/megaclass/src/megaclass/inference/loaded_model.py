@@ -173,6 +173,7 @@ class LoadedModel:
         fit: Fit | None = None,
         mirror: bool | None = None,
         batch_size: int | None = None,
+        normalise: bool = True,
     ) -> NDArray[np.float32]:
         """Returns (N, D): f(x) + f(mirrored x) of each image, normalised; the product of two rows is their cosine.
 
@@ -187,23 +188,30 @@ class LoadedModel:
         input: (N, 3, H, W) with values in [-1, 1]. One image gives one row.
         mirror: False gives f(x); None mirrors as in training.
         batch_size: images per batch; None chooses it by the device.
+        normalise: False leaves the rows as they are, for inner products.
         """
         if has_rows(self.image_size):
             samples = Samples.given(images, self.image_size)
-            return self.embed_source(samples, mirror=False, batch_size=batch_size)
+            return self.embed_source(samples, mirror=False, batch_size=batch_size, normalise=normalise)
         fit, mirror = self.treatment.chosen(fit, mirror, resize=resize)
         given = listed_images(images)
         if not given:
             return np.empty((0, self.embedding_dim), dtype=np.float32)
         if all(isinstance(image, Tensor) and image.is_floating_point() for image in given):
-            return self._embed_inputs(torch.stack(given), mirror, batch_size or self.batch_size)
+            return self._embed_inputs(torch.stack(given), mirror, batch_size or self.batch_size, normalise)
         source = GivenImages(images=given, image_size=self.image_size, fit=fit)
-        return self.embed_source(source, mirror=mirror, batch_size=batch_size)
+        return self.embed_source(source, mirror=mirror, batch_size=batch_size, normalise=normalise)
 
     def embed_source(
-        self, source: Images, *, mirror: bool, batch_size: int | None = None, on_bad: OnBad | None = None
+        self,
+        source: Images,
+        *,
+        mirror: bool,
+        batch_size: int | None = None,
+        on_bad: OnBad | None = None,
+        normalise: bool = True,
     ) -> NDArray[np.float32]:
-        """Returns (N, D), normalised.
+        """Returns (N, D), normalised unless told otherwise.
 
         on_bad: is told of an image that cannot be read, whose row is NaN.
         """
@@ -217,7 +225,8 @@ class LoadedModel:
             mirror=mirror,
             on_bad=on_bad,
         )
-        return nn.functional.normalize(rows[:, :-1]).cpu().numpy()
+        rows_ND = rows[:, :-1]
+        return (nn.functional.normalize(rows_ND) if normalise else rows_ND).cpu().numpy()
 
     @property
     def batch_size(self) -> int:
@@ -324,7 +333,7 @@ class LoadedModel:
         else:
             raise DataError(no_centres(self.name))
         width = found.rows(0, 1).shape[1]
-        if width != self.embedding_dim:
+        if width != self.embedding_dim and (found.is_cosine or width != self.embedding_dim + 1):
             raise DataError(
                 f"The class centres of {self.name} have {width} numbers, but the model gives {self.embedding_dim}: they are "
                 f"of another model."
@@ -335,7 +344,8 @@ class LoadedModel:
     def all_classes(self) -> ClassShard:
         """The centres of all classes, on the device of the model."""
         rows_RD = self.centres.all_rows().to(self.device)
-        return ClassShard.of(rows_RD, 0, self.centres.classes, self.centres.num_classes)
+        centres = self.centres
+        return ClassShard.of(rows_RD, 0, centres.classes, centres.num_classes, is_cosine=centres.is_cosine)
 
     @functools.cached_property
     def class_names(self) -> list[str]:
@@ -350,7 +360,7 @@ class LoadedModel:
         reject: float | None = None,
         **embedding: Any,
     ) -> list[Classification]:
-        """Returns the closest classes of each image, with their cosines and probabilities.
+        """Returns the closest classes of each image, with their cosines (or inner products) and probabilities.
 
         Probabilities and rejection come from the model's evaluation on labelled images (`megaclass evaluate --classify`).
 
@@ -360,6 +370,8 @@ class LoadedModel:
             closest class is too far for that. None accepts every image.
         embedding: further arguments of `embed`.
         """
+        if not self.centres.is_cosine:
+            embedding |= {"mirror": False, "normalise": False}
         return classify(self, self.rows(images, **embedding), top=top, reject=reject)
 
     def class_shard(self, training_data: str | None = None) -> ClassShard:
@@ -379,14 +391,14 @@ class LoadedModel:
         labels = source.labels[source.labels >= 0]
         return replace(shard, num_images_C=np.bincount(labels, minlength=source.num_classes))
 
-    def rows(self, given: Comparable, **embedding: Any) -> NDArray[np.float32]:
-        """Returns normalised rows of images, or of embeddings that the caller has already."""
+    def rows(self, given: Comparable, *, normalise: bool = True, **embedding: Any) -> NDArray[np.float32]:
+        """Returns rows of images, or of embeddings that the caller has already; normalised unless told otherwise."""
         array = given.detach().cpu().numpy() if isinstance(given, Tensor) else given
         # A model of features takes numbers itself, so they are not embeddings.
         is_rows = isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.ndim <= 2
         is_rows = is_rows and not has_rows(self.image_size)
         if not is_rows:
-            return self.embed(cast(ImageInput, given), **embedding)
+            return self.embed(cast(ImageInput, given), normalise=normalise, **embedding)
         rows_ND = np.atleast_2d(np.asarray(array, dtype=np.float32))
         norms_N1 = np.linalg.norm(rows_ND, axis=1, keepdims=True)
         if rows_ND.shape[1] != self.embedding_dim or not (np.isfinite(norms_N1) & (norms_N1 > 0)).all():
@@ -394,11 +406,11 @@ class LoadedModel:
                 f"Cannot compare embeddings of shape {rows_ND.shape}: {self.name} gives {self.embedding_dim} finite numbers "
                 f"per image, not all of them 0."
             )
-        scaled: NDArray[np.float32] = rows_ND / norms_N1
+        scaled: NDArray[np.float32] = rows_ND / norms_N1 if normalise else rows_ND
         return scaled
 
     @torch.no_grad()
-    def _embed_inputs(self, images_N3HW: Tensor, mirror: bool, batch_size: int) -> NDArray[np.float32]:
+    def _embed_inputs(self, images_N3HW: Tensor, mirror: bool, batch_size: int, normalise: bool) -> NDArray[np.float32]:
         """Embeds what is the network's input already."""
         low, high = (float(value) for value in images_N3HW.aminmax())
         if not (low >= -1.01 and high <= 1.01):
@@ -412,7 +424,8 @@ class LoadedModel:
                 f"network expects [-1, 1]. Images in [0, 1] are 2 * x - 1."
             )
         parts = [self(part) + self(part.flip(3)) if mirror else self(part) for part in images_N3HW.split(batch_size)]
-        return nn.functional.normalize(torch.cat(parts).float()).cpu().numpy()
+        rows_ND = torch.cat(parts).float()
+        return (nn.functional.normalize(rows_ND) if normalise else rows_ND).cpu().numpy()
 
     def fingerprint(self) -> str:
         """Returns a digest of the weights, by which resumed embeddings and stored results are recognised."""

@@ -1,14 +1,13 @@
 """Renders the result of a search as one self-contained page with pictures, in the style of the report."""
 
-import io
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-
-from PIL import Image
 
 from megaclass.data.decode import decode_image
 from megaclass.data.sources.files import read_image_file
 from megaclass.errors import DataError
+from megaclass.evaluation.examples import thumbnail
 from megaclass.evaluation.report.templates import Picture, picture, render
 from megaclass.inference.image_index import Neighbour
 from megaclass.inference.loaded_model import LoadedModel
@@ -22,14 +21,11 @@ def write_search_page(
     path: Path, model: LoadedModel, gallery: Path, results: Sequence[tuple[Path, Sequence[Neighbour]]]
 ) -> None:
     """Writes the page, which appears whole or not at all. results: each query with its neighbours."""
-    threshold = None
-    if model.known_thresholds:
-        threshold = model.threshold()
     page = render(
         "inference/search.html.j2",
         title=f"Search in {gallery}",
         model=model.name,
-        threshold=threshold,
+        threshold=model.threshold() if model.known_thresholds else None,
         results=[
             (str(query), _picture(query), [(one, _picture(_place(gallery, one.path))) for one in neighbours])
             for query, neighbours in results
@@ -53,13 +49,7 @@ def _place(gallery: Path, name: str) -> Path | None:
 
 
 def _picture(path: Path | None) -> Picture:
-    if path is None:
-        return Picture(error="no picture")
-    try:
-        image = Image.fromarray(decode_image(read_image_file(path), str(path)))
-    except DataError:
-        return Picture(error="no picture")
-    image.thumbnail((_SIDE, _SIDE))
-    with io.BytesIO() as encoded:
-        image.save(encoded, format="PNG")
-        return picture(encoded.getvalue(), path.name)
+    with contextlib.suppress(DataError):
+        if path is not None:
+            return picture(thumbnail(decode_image(read_image_file(path), str(path)), _SIDE), path.name)
+    return Picture(error="no picture")

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from megaclass.checkpoint.retention import ACCURACY, TOP_1
 from megaclass.checkpoint.save import CheckpointWriter, Snapshot
@@ -300,11 +301,12 @@ def describe_row(row: dict[str, Any], slow_rank: str = "") -> str:
 # ---- evaluation of the model in training, at the end or between two steps -----------------------------------------
 
 
-def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[SetResult]:
+def evaluate_model(run: Run, model: Model, network: nn.Module, *, has_bar: bool = False) -> list[SetResult]:
     """Collective. Evaluates the sets next to the data, or those of train.evaluate_sets; all ranks embed a part.
 
     A set that cannot be evaluated has the error in its result, because it must not end a long run.
-    has_bar: rank 0 shows the progress; not between steps, where the bar of the training is on the screen.
+    network: of model.for_evaluation(). has_bar: rank 0 shows the progress; not between steps, where the bar of the training
+    is on the screen.
     """
     config = run.config
     # Rank 0 looks for the files: on a shared disk that is slow to show new ones, ranks would evaluate different sets.
@@ -312,7 +314,7 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
     if chosen and run.world.is_main:
         _logger.info(f"evaluating on {', '.join(one.name for one in chosen)}")
     evaluator = Evaluator(
-        network=model.backbone,
+        network=network,
         image_size=run.image_size,
         device=run.device,
         num_threads=config.data.threads,
@@ -333,7 +335,8 @@ def evaluate_model(run: Run, model: Model, *, has_bar: bool = False) -> list[Set
 
 def _own_centres(run: Run, model: Model) -> ClassShard:
     head = model.head
-    shard = ClassShard.of(head.rows()["weight"], head.classes.start, run.classes, len(head.classes))
+    weight, is_cosine = head.rows()["weight"], head.settings.is_cosine
+    shard = ClassShard.of(weight, head.classes.start, run.classes, len(head.classes), is_cosine=is_cosine)
     labels = run.source.labels
     return replace(shard, num_images_C=np.bincount(labels[labels >= 0], minlength=head.num_classes))
 
@@ -346,8 +349,8 @@ def evaluate_between_steps(run: Run, model: Model, step: int, reported_errors: s
     """
     # With local batch norm each rank has statistics of its own; the exported model has their average.
     average_buffers_(model.backbone)
-    with model.for_evaluation():
-        results = evaluate_model(run, model)
+    with model.for_evaluation() as network:
+        results = evaluate_model(run, model, network)
     errors = {f"{result.name}: {result.error}" for result in results if result.error is not None} - reported_errors
     if run.world.is_main:
         if done := [f"{result.name} {headline(result)}" for result in results if result.error is None]:

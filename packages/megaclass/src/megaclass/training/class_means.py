@@ -14,7 +14,7 @@ import math
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaclass.config.schema import Config
 from megaclass.data.augment import normalise
@@ -28,7 +28,7 @@ from megaclass.progress import progress_bar
 from megaclass.training.model.build import Model
 from megaclass.training.observer import DataErrors
 from megaclass.training.run.run import Run
-from megaclass_launch.errors import UserError
+from megaclass_launch.errors import ConfigError, UserError
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.collectives import gather_blocks
 
@@ -43,6 +43,11 @@ def start_at_class_means(run: Run, model: Model) -> None:
     With sub-centres, the first one of each class starts at the mean and the others at random: equal ones would stay equal.
     Traffic: one all-gather per step, as in the head's forward: W * (16 + max_batch * (8 + D * 4)) bytes.
     """
+    if run.config.head.similarity == "inner":
+        raise ConfigError(
+            "train.init_centres is class_means, but head.similarity is inner: the mean of a class's embeddings is not a centre "
+            "for inner products. Leave train.init_centres unset, or name a run."
+        )
     sums_KD = _finite_sums(
         run, model, f"by {run.config.train.init_backbone}", "train.init_backbone is a trained backbone"
     )
@@ -57,8 +62,8 @@ def mean_weight(config: Config, source: ImageSource) -> float:
     The setting or its default, divided by the square root of the last sample rate: centres that are drawn rarely say less
     than means do (docs/decisions/head.md).
     """
-    if source.labels.ndim > 1:
-        # A sample of several classes is not an example of each.
+    if source.labels.ndim > 1 or config.head.similarity == "inner":
+        # A sample of several classes is not an example of each, and the length of inner products' centres counts.
         return 0.0
     weight = config.train.mean_weight
     if weight is None:
@@ -81,8 +86,7 @@ def place_centres(run: Run, model: Model) -> None:
     average_buffers_(model.backbone)
     try:
         on_every_rank(lambda: _check_room(model), run.device)
-        with model.for_evaluation():
-            sums_KD = _finite_sums(run, model, "", "the training has converged")
+        sums_KD = _finite_sums(run, model, "", "the training has converged")
     except (UserError, OSError) as error:
         if run.world.is_main:
             _logger.warning(f"the centres stay as they were trained, because their class means failed: {error}")
@@ -107,7 +111,8 @@ def _check_room(model: Model) -> None:
 def _finite_sums(run: Run, model: Model, by: str, check_that: str) -> Tensor:
     """Returns (K, D) sums of the unit embeddings of this rank's classes; raises on all ranks if one of them cannot."""
     data_errors = DataErrors()
-    sums_KD = _sum_by_class(run, model, data_errors)
+    with model.for_evaluation() as network:
+        sums_KD = _sum_by_class(run, model, network, data_errors)
     is_finite_K = sums_KD.isfinite().all(1)
 
     def check() -> None:
@@ -124,7 +129,7 @@ def _finite_sums(run: Run, model: Model, by: str, check_that: str) -> Tensor:
     return sums_KD
 
 
-def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
+def _sum_by_class(run: Run, model: Model, network: nn.Module, data_errors: DataErrors) -> Tensor:
     """Returns (K, D) float32 sums of the unit embeddings of this rank's classes; partial sums if the data of a rank failed.
 
     A rank whose data failed sends empty batches, and 1 instead of 0 in the field for the step's number: all ranks read
@@ -140,7 +145,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
     nothing = run.loader.blank(1, 0).only(torch.zeros(1, dtype=torch.bool))
     batches = data_errors.keep_error(run.loader.once(config.train.global_batch), nothing)
     is_failed = torch.zeros((), dtype=torch.bool)
-    with evaluating(model.backbone), progress_bar("class means", source.num_images, is_shown=world.is_main) as bar:
+    with evaluating(network), progress_bar("class means", source.num_images, is_shown=world.is_main) as bar:
         for start, loaded in zip(starts, batches, strict=False):
             # Without mirroring and augmentation.
             inputs = (
@@ -150,7 +155,7 @@ def _sum_by_class(run: Run, model: Model, data_errors: DataErrors) -> Tensor:
             )
             with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
                 some = len(loaded.labels) > 0
-                embeddings_BD = model.backbone(*inputs) if some else torch.zeros((0, width), device=device)
+                embeddings_BD = network(*inputs) if some else torch.zeros((0, width), device=device)
             unit_BD = F.normalize(embeddings_BD.float())
             # No collective of its own: the flag travels in the block that is gathered anyway.
             failed = int(data_errors.is_any)

@@ -317,7 +317,7 @@ class Commits:
     def step_done(self, step: int) -> None:
         """Notes a finished step; the first one of a generation tells the driver that it trains."""
         self.last_step = step
-        self._worker.committed(step)
+        self._worker.committed()
 
     def commit(self, model: Model, step: int, device: torch.device) -> Change:
         """Collective. Keeps the state of this step; returns whether the ranks are about to change, the same on every rank.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import megaclass
 from megaclass.backbones.timm_network import origin_of_weights
@@ -46,8 +47,11 @@ _SUBCENTRES_FILE = "subcentres.tsv"
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
 
 
-def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[SetResult]) -> None:
-    """Rank 0 alone. Writes model, summary, evaluation and report into the run folder, and prints where they are."""
+def finish_run(run: Run, model: Model, network: nn.Module, outcome: TrainingResult, results: list[SetResult]) -> None:
+    """Rank 0 alone. Writes model, summary, evaluation and report into the run folder, and prints where they are.
+
+    network: of model.for_evaluation().
+    """
     config, source, folder = run.config, run.source, run.folder.path
     image_size = compact_size(run.image_size)
     metadata = {
@@ -60,7 +64,7 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         "mirror": str(config.data.mirror).lower(),
     }
     # The model first: it is the result that took the longest.
-    save_model(folder / "model.safetensors", model.backbone, metadata=metadata)
+    save_model(folder / "model.safetensors", network, metadata=metadata)
     summary: dict[str, Any] = {
         "data": config.data.path,
         "data_fingerprint": run.data_fingerprint.fingerprint,
@@ -103,20 +107,20 @@ def finish_run(run: Run, model: Model, outcome: TrainingResult, results: list[Se
         # Under the same key as `megaclass evaluate` on this run, so sets evaluated later are added to these.
         # Without a set there is nothing to write, except over numbers of earlier weights.
         if results or (folder / NUMBERS_FILE).exists():
-            write_results(folder, {"name": folder.name, "weights": weights_fingerprint(model.backbone)}, results)
+            write_results(folder, {"name": folder.name, "weights": weights_fingerprint(network)}, results)
         write_faces(folder, _sample_faces(source))
         cpu = torch.device("cpu")
         with bar_on_demand("comparing the class centres for the report") as on_progress:
             centres = measured_centres(folder, cpu, on_progress)
         with _optional("The section of the report on training images"):
-            _examine_images(run, model, centres)
+            _examine_images(run, network, centres)
         write_report(folder / "report.html", report_of_runs([folder], device=cpu, known_centres={folder: centres}))
     # Last, because it is the step most likely to fail.
     if config.export.onnx and is_sequence(image_size):
         _logger.info("no model.onnx is written for a model of sequences, whose inputs differ in length")
     elif config.export.onnx:
         _logger.info("exporting model.onnx and comparing its embeddings with the model's")
-        export_onnx(folder / "model.onnx", model.backbone, image_size=image_size, metadata=metadata)
+        export_onnx(folder / "model.onnx", network, image_size=image_size, metadata=metadata)
     _print_results(run, summary, results)
 
 
@@ -131,13 +135,13 @@ def _write_minor_subcentres(run: Run, found: tuple[int, int, list[tuple[int, int
     return f"{num_minor / num_images:.2%} of {num_images:,} images{'; most in ' if worst else ''}{worst}"
 
 
-def _examine_images(run: Run, model: Model, centres: CentreHealth | None) -> None:
+def _examine_images(run: Run, network: nn.Module, centres: CentreHealth | None) -> None:
     """Stores which classes are far from their centre, and which images are closer to another one."""
     if centres is None or run.source.labels.ndim > 1:
         return
     with bar_on_demand("looking at training images for the report") as on_progress:
         found = examine_training_images(
-            model.backbone,
+            network,
             run.source,
             read_run_centres(run.folder.path),
             image_size=compact_size(run.image_size),

@@ -40,7 +40,7 @@ from megaclass.training.run.signals import Stop, StopSignals
 from megaclass.training.start.restart import FolderLock, StartMode, prepare_run, take_over
 from megaclass.training.start.resume import load_initial_weights, resume_run
 from megaclass_launch.elastic import Assignment, elastic_worker
-from megaclass_launch.errors import StateLostError
+from megaclass_launch.errors import ConfigError, StateLostError
 from megaclass_launch.exit_codes import EXIT_RESUME_ME
 from megaclass_launch.rank_status import own_status
 from megaclass_launch.ranks.process_group import choose_device, process_group
@@ -112,6 +112,11 @@ def train_as_rank(
             if waits_for_results and not world.is_main:
                 RunFolder(Path(config.train.run_dir)).wait_until_free()
             return code
+        if config.train.shard_backbone:
+            raise ConfigError(
+                "train.shard_backbone does not work in elastic jobs, whose ranks each keep the whole backbone in case others "
+                "are lost: leave it out, or give a fixed number of ranks with -np alone."
+            )
         # Errors of this host come first, and what takes long: the others train meanwhile.
         choose_device(config.train.device, world)
         source = open_to_join(config) if worker.joins_running_job else None
@@ -132,34 +137,35 @@ def train_as_rank(
 def _train_and_finish(context: RankContext, group: AbstractContextManager[torch.device]) -> int | None:
     """Trains in the group, evaluates and exports; returns the exit code, or None if the ranks of an elastic job change."""
     world = context.world
-    with group as device:
-        with out_of_memory_explained(context.config, world, device):
-            run, model, outcome = train_in_group(context, device)
-        if outcome.is_regrouping:
-            return None
-        is_interrupted = outcome.stop.is_interruption
-        run.events.note("end", outcome.num_steps, outcome="stopped" if is_interrupted else "finished")
-        if is_interrupted:
-            if world.is_main:
-                _logger.info(f"asked to stop; saved at step {outcome.num_steps}, --resume continues.")
-            return EXIT_RESUME_ME if outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
-        with model.for_evaluation(), own_status().long_work("evaluation"):
-            results = outcome.results or evaluate_model(run, model, has_bar=True)
-    # The other ranks are done: export and report are the work of one rank.
-    if world.is_main:
-        own_status().progress(allowed_s=0.0, phase="writing results")
-        # It may use the cores of the others on this machine.
-        torch.set_num_threads(torch.get_num_threads() * world.local_size)
-        try:
-            # The weights that were evaluated are those that are exported.
-            with model.for_evaluation():
-                finish_run(run, model, outcome, results)
-        except (OSError, ExportError, CheckpointError) as error:
-            reason = str(error).rstrip(".")
-            raise TrainError(
-                f"All {outcome.num_steps} steps are done and saved, but not all results could be written to "
-                f"{run.folder.path}: {reason}. Fix that, then --resume."
-            ) from error
+    with ExitStack() as held:
+        with group as device:
+            with out_of_memory_explained(context.config, world, device):
+                run, model, outcome = train_in_group(context, device)
+            if outcome.is_regrouping:
+                return None
+            is_interrupted = outcome.stop.is_interruption
+            run.events.note("end", outcome.num_steps, outcome="stopped" if is_interrupted else "finished")
+            if is_interrupted:
+                if world.is_main:
+                    _logger.info(f"asked to stop; saved at step {outcome.num_steps}, --resume continues.")
+                return EXIT_RESUME_ME if outcome.stop is Stop.ASKED else _EXIT_INTERRUPTED
+            # The network that is evaluated is the one that is exported.
+            network = held.enter_context(model.for_evaluation())
+            with own_status().long_work("evaluation"):
+                results = outcome.results or evaluate_model(run, model, network, has_bar=True)
+        # The other ranks are done: export and report are the work of one rank.
+        if world.is_main:
+            own_status().progress(allowed_s=0.0, phase="writing results")
+            # It may use the cores of the others on this machine.
+            torch.set_num_threads(torch.get_num_threads() * world.local_size)
+            try:
+                finish_run(run, model, network, outcome, results)
+            except (OSError, ExportError, CheckpointError) as error:
+                reason = str(error).rstrip(".")
+                raise TrainError(
+                    f"All {outcome.num_steps} steps are done and saved, but not all results could be written to "
+                    f"{run.folder.path}: {reason}. Fix that, then --resume."
+                ) from error
     return 0
 
 

@@ -83,7 +83,7 @@ def _forward_backward(
     clock.begin("forward")
     labels = batch.labels.to(device, non_blocking=True)
     indices = batch.indices_on(device) if model.dropouts else None
-    model.optimizer.zero_grad()
+    model.zero_grad()
     num_parts = config.train.accumulate
     if num_parts > 1:
         # All labels first: the sampled classes, and the number of images in the mean, are those of the whole step.
@@ -116,10 +116,15 @@ def _update(model: Model, config: Config, lr: float, is_measured: bool) -> tuple
     The backbone's gradients are averaged over the ranks by now, so every rank computes the same norm and decision.
     """
     scale = model.loss_scale.scale
+    if model.sharded is not None:
+        model.sharded.take_gradients()
     parameters = [parameter for group in model.optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # The gradients still contain the loss scale; the norm must not.
-    norm = nn.utils.get_total_norm(gradients) / scale
+    norm = nn.utils.get_total_norm(gradients)
+    if model.sharded is not None:
+        norm = model.sharded.norm_over_ranks(norm)
+    norm = norm / scale
     is_bad = ~torch.isfinite(norm) | model.head.found_inf.bool()
     # One multiplication removes the loss scale and clips. Nothing here waits for the device.
     factor = 1 / scale

@@ -7,7 +7,6 @@ The wrapped optimizer's state is shared, not copied, and the class keeps its nam
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -37,20 +36,15 @@ _LOSS_SCALE = (
 )
 
 
-@dataclass
-class _Settings:
-    reducer: GradientReducer
-    aggregation: LocalGradientAggregationHelper | None
-
-
 class _Distributed:
     """The part that is mixed into a subclass of the wrapped optimizer's class."""
 
-    _hvd: _Settings
+    _hvd_reducer: GradientReducer
+    _hvd_aggregation: LocalGradientAggregationHelper | None
 
     def register_local_var(self, var: Any) -> None:
         """Leaves the gradient of this variable as this rank computed it."""
-        self._hvd.reducer.keep_local(var)
+        self._hvd_reducer.keep_local(var)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Combines the gradients over ranks and makes the optimizer's step."""
@@ -61,13 +55,12 @@ class _Distributed:
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
         if not self.built:  # type: ignore[attr-defined]
             self.build(variables)  # type: ignore[attr-defined]
-        reducer, aggregation = self._hvd.reducer, self._hvd.aggregation
-        if aggregation is None:
+        if self._hvd_aggregation is None:
             self._step(gradients, variables)
             return
-        if reducer.sparse_as_dense:
+        if self._hvd_reducer.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        aggregation.step(
+        self._hvd_aggregation.step(
             gradients,
             lambda sums: self._step(sums, variables),
             # As in Horovod, every pass counts as an iteration, so schedules of the learning rate keep their pace.
@@ -75,7 +68,7 @@ class _Distributed:
         )
 
     def _step(self, gradients: list[Any], variables: list[Any]) -> None:
-        reducer = self._hvd.reducer
+        reducer = self._hvd_reducer
         if reducer.op != Adasum:
             super().apply(reducer(gradients, variables), variables)  # type: ignore[misc]
             return
@@ -139,7 +132,7 @@ def DistributedOptimizer(
     distributed: Any = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     wrapped = object.__new__(distributed)
     object.__setattr__(wrapped, "__dict__", optimizer.__dict__)
-    wrapped.__dict__["_hvd"] = _Settings(reducer, aggregation)
+    wrapped.__dict__.update(_hvd_reducer=reducer, _hvd_aggregation=aggregation)
     return wrapped
 
 

@@ -10,6 +10,7 @@ does not know are counted, and show how well unknown classes are rejected; no ot
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ TOP = (1, 5)
 COVERAGES = (1.0, 0.99, 0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 REJECT_RATES = (0.1, 0.01, 0.001)
 _NUM_BINS = 15
-# Cosines are multiplied by a scale before the softmax; the temperature is its inverse.
+# Cosines are multiplied by a scale before the softmax; the temperature is its inverse. Inner products may be large.
 _SCALES = (1.0, 256.0)
+_LOWEST_INNER_SCALE = 1e-3
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # Images on which the temperature is fitted, at most half of all; a GPU compares more of them with a million classes.
 _MAX_FITTED = {"cpu": 1024, "cuda": 4096}
@@ -81,7 +83,9 @@ class ClassificationProtocol(EvaluationProtocol):
             lambda: labelled_images(one.path, centres.classes), device, group
         )
         images = images_of_source(source, evaluator.image_size, evaluator.fit)
-        rows_ND = torch.as_tensor(evaluator.embed(images).normalised_ND(), device=device)
+        # The sum of two embeddings has the direction of their mean, but not its length.
+        evaluator = replace(evaluator, mirror=evaluator.mirror and centres.is_cosine)
+        rows_ND = torch.as_tensor(centres.probes(evaluator.embed(images).sums_ND), device=device)
         scale, fitted = fitted_scale(rows_ND, labels_N, centres.shard, device=device, group=group)
         found = search(
             rows_ND, centres.shard, k=max(TOP), device=device, probe_labels_P=labels_N, group=group, scale=scale or 1.0
@@ -192,6 +196,8 @@ def fitted_scale(
         return float((found.log_sums_P.double() - scale * found.mate_scores_P.double()).mean())
 
     low, high = map(math.log, _SCALES)
+    if centres.is_normalised:
+        low = math.log(_LOWEST_INNER_SCALE)
     places = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
     losses = [loss(place) for place in places]
     while high - low > 0.01:

@@ -239,11 +239,12 @@ def _training_images(run: Path) -> Examples | None:
 
 
 def measured_centres(run: Path, device: torch.device, on_progress: OnProgress | None) -> CentreHealth | None:
-    """Returns None if there is no checkpoint; the page then has no section on centres."""
+    """Returns None if there is no checkpoint, or for inner products; the page then has no section on centres."""
     if not (run / "checkpoints").is_dir():
         return None
     try:
-        return centre_health(read_run_centres(run), device=device, on_progress=on_progress)
+        centres = read_run_centres(run)
+        return centre_health(centres, device=device, on_progress=on_progress) if centres.is_cosine else None
     except UserError as error:
         _log.warning("The report has no section on class centres: %s", error)
         return None

@@ -33,6 +33,8 @@ from megaclass.triton_launch import launch
 # Beyond 128 the shift would take away what counts of a row whose logits are all small.
 _UNSHIFTED_LOGIT = 64.0
 MAX_LOGIT = 128.0
+# Inner products have no bound, and are not shifted. Larger sums of their exponentials are a fault: gradients might overflow.
+MAX_INNER_LOGIT = 80.0
 
 _ALIGNED = 32
 """Rows of a product are a multiple of this; so are tiles of classes."""
@@ -41,11 +43,13 @@ _ALIGNED = 32
 def mass(problem: Problem) -> Tensor:
     run = _Run(problem)
     problem.stored = stored = StoredProducts()
-    masses_NG = torch.empty((run.num_chunks * run.splits, run.num_images), device=run.device)
+    # Of tiles the last chunk may have fewer; every program writes.
+    new = torch.zeros if run.has_tile_sums else torch.empty
+    masses_NG = new((run.num_chunks * run.num_sums, run.num_images), device=run.device)
     left = problem.stored_bytes
     sums_GD = torch.empty((run.num_images, run.width), device=run.device) if problem.wants_grad_images else None
     for place, (start, stop) in enumerate(run.chunks()):
-        chunk = run.exponentials(start, stop, masses_NG[place * run.splits : (place + 1) * run.splits])
+        chunk = run.exponentials(start, stop, masses_NG[place * run.num_sums : (place + 1) * run.num_sums])
         if sums_GD is not None:
             assert chunk.centres_RD is not None, "a chunk just formed has its centres"
             _product_into_(sums_GD, chunk.exps_GR, chunk.centres_RD.to(run.exp_dtype), adds=place > 0)
@@ -148,6 +152,9 @@ class _Run:
             num_sms=num_sms,
         )
         self.splits, self.plane, self.num_chunks = cut.splits, cut.plane, cut.num_chunks
+        # Rows of partial sums per chunk: of each program, or of each tile, whose targets are then taken out.
+        self.has_tile_sums = problem.max_labels > 1
+        self.num_sums = -(-self.plane // self.tiles.classes) if self.has_tile_sums else self.splits
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.problem.num_classes, self.plane):
@@ -157,7 +164,7 @@ class _Run:
         stored = stored_products(self.problem).chunks.get((start, stop))
         if stored is not None:
             return stored
-        return self.exponentials(start, stop, torch.empty((self.splits, self.num_images), device=self.device))
+        return self.exponentials(start, stop, torch.empty((self.num_sums, self.num_images), device=self.device))
 
     def exponentials(self, start: int, stop: int, masses_NG: Tensor) -> _Chunk:
         problem, tiles = self.problem, self.tiles
@@ -195,6 +202,7 @@ class _Run:
                 M=num_subcentres,
                 HAS_FILTER=problem.filter_above is not None,
                 IS_CURRICULAR=problem.curriculum is not None,
+                HAS_TILE_SUMS=self.has_tile_sums,
                 BLOCK_G=tiles.images,
                 BLOCK_S=tiles.classes,
                 BLOCK_D=tiles.width,
@@ -205,6 +213,22 @@ class _Run:
                 num_warps=tiles.warps,
                 num_stages=tiles.stages,
             )
+            if self.has_tile_sums:
+                launch(
+                    programs.clear_targets,
+                    problem.target_slots_N.shape[0],
+                    exps_GR,
+                    masses_NG,
+                    problem.target_slots_N,
+                    start,
+                    stop - start,
+                    self.num_images,
+                    plane,
+                    problem.max_labels,
+                    M=num_subcentres,
+                    BLOCK_S=tiles.classes,
+                    num_warps=1,
+                )
         return _Chunk(exps_GR, centres_RD, won_R, plane)
 
     def _operand(self, tensor: Tensor, height: int, width: int) -> Any:
@@ -230,6 +254,7 @@ class _Run:
             WIDTH=self.width,
             M=problem.num_subcentres,
             IS_SAMPLED=problem.classes_S is not None,
+            IS_COSINE=problem.is_cosine,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
             num_warps=8,
@@ -246,7 +271,7 @@ def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
 
 
 def _shift(problem: Problem) -> float:
-    return max(0.0, problem.logit_bound - _UNSHIFTED_LOGIT)
+    return max(0.0, problem.logit_bound - _UNSHIFTED_LOGIT) if problem.is_cosine else 0.0
 
 
 def operand_width(dim: int, dtype: torch.dtype) -> int:

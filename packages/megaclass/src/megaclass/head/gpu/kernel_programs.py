@@ -22,6 +22,7 @@ def unit_centres(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     IS_SAMPLED: tl.constexpr,
+    IS_COSINE: tl.constexpr,  # otherwise rows stay as they are
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -38,11 +39,13 @@ def unit_centres(
     source = class_ids * M + rows // plane
     inside = is_row[:, None] & (columns < D)[None, :]
     values = tl.load(weight + source[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    squares = tl.sum(values * values, 1)
-    inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
+    if IS_COSINE:
+        squares = tl.sum(values * values, 1)
+        inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
+        values = values * inverse[:, None]
     target = unit + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     written = (rows < plane * M)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(target, (values * inverse[:, None]).to(unit.dtype.element_ty), mask=written)
+    tl.store(target, values.to(unit.dtype.element_ty), mask=written)
 
 
 @triton.jit(do_not_specialize=["first_slot", "num_slots"])
@@ -50,7 +53,7 @@ def exponentials(
     images,  # (G, WIDTH), like the next two a descriptor or a pointer
     centres,  # (M * P, WIDTH)
     exps,  # (G, M * P), out
-    masses,  # (SPLITS, G) float32, out: partial sums over classes
+    masses,  # (SPLITS, G) float32, out: partial sums over classes; a row for each tile with HAS_TILE_SUMS
     won,  # (M * P,) int32, out if M > 1: some image's closest sub-centre
     target_slots,  # (G,) int64, -1 if not on this rank
     class_weights,  # (S,) float32, or None
@@ -69,6 +72,7 @@ def exponentials(
     M: tl.constexpr,
     HAS_FILTER: tl.constexpr,
     IS_CURRICULAR: tl.constexpr,
+    HAS_TILE_SUMS: tl.constexpr,  # for several labels: targets stay, and clear_targets follows
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -93,9 +97,13 @@ def exponentials(
         num_slots = tl.minimum(num_slots, tl.load(num_drawn) - first_slot)
     is_here = (slots >= first_slot) & (slots < first_slot + num_slots)
     places = tl.where(is_here, slots - first_slot, -1).to(tl.int32)
+    if HAS_TILE_SUMS:
+        places = tl.full((BLOCK_G,), -1, tl.int32)
     sums = tl.zeros((BLOCK_G,), tl.float32)
     for tile in tl.range(split, tl.cdiv(plane, BLOCK_S), SPLITS, flatten=FLATTEN):
         slot_0 = tile * BLOCK_S
+        if HAS_TILE_SUMS:
+            sums = tl.zeros((BLOCK_G,), tl.float32)
         cosines = tl.zeros((BLOCK_G, BLOCK_S), tl.float32)
         for k in range(0, WIDTH, BLOCK_D):
             x = _load_tile(images, image_0, k, num_images, BLOCK_G, BLOCK_D, WIDTH, BY_DESCRIPTOR)
@@ -136,7 +144,44 @@ def exponentials(
                 slot_0 + BLOCK_S // 2, first_slot, num_slots, plane, scale_log2, shift_log2, filter_above,
                 M, HAS_FILTER, IS_CURRICULAR, BY_DESCRIPTOR, BLOCK_G, BLOCK_S // 2,
             )  # fmt: skip
-    tl.store(masses + split * num_images + rows, sums, mask=is_row)
+        if HAS_TILE_SUMS:
+            tl.store(masses + tile * num_images + rows, sums, mask=is_row)
+    if not HAS_TILE_SUMS:
+        tl.store(masses + split * num_images + rows, sums, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["first_slot", "num_slots"])
+def clear_targets(
+    exps,  # (G, M * P), in and out
+    masses,  # (tiles, G) float32, in and out
+    target_slots,  # (G * num_labels,) int64, -1 if not on this rank
+    first_slot,
+    num_slots,
+    num_images,
+    plane,
+    num_labels,
+    M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Takes an image's labels out of the negatives, in the tile that holds one of them. One program per label.
+
+    The row sum of the tile is formed again from what is left: subtracting a large target from it would lose the rest. Programs
+    of several labels in one tile write the same.
+    """
+    image = tl.program_id(0) // num_labels
+    slot = tl.load(target_slots + tl.program_id(0)) - first_slot
+    if (slot >= 0) & (slot < num_slots):
+        tile = slot // BLOCK_S
+        columns = tile * BLOCK_S + tl.arange(0, BLOCK_S)
+        is_target = columns == slot
+        for label in range(num_labels):
+            is_target = is_target | (columns == tl.load(target_slots + image * num_labels + label) - first_slot)
+        total = 0.0
+        for m in tl.static_range(M):
+            cells = exps + (image.to(tl.int64) * M + m) * plane + columns
+            total += tl.sum(tl.where(is_target, 0.0, tl.load(cells).to(tl.float32)), 0)
+            tl.store(cells, tl.zeros((BLOCK_S,), exps.dtype.element_ty), mask=is_target)
+        tl.store(masses + tile * num_images + image, total)
 
 
 @triton.jit

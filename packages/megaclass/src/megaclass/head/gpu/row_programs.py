@@ -30,6 +30,7 @@ def update_rows(
     D: tl.constexpr,
     GRAD_STRIDE: tl.constexpr,
     M: tl.constexpr,
+    IS_COSINE: tl.constexpr,
     KIND: tl.constexpr,  # "sgd", "nesterov", "plain", "adamw", "adagrad"
     WEIGHT_DECAY: tl.constexpr,
     CLIP_VALUE: tl.constexpr,
@@ -76,11 +77,14 @@ def update_rows(
         g += factor[:, None] * tl.load(pull_images + image[:, None] * D + columns[None, :], mask=pulled, other=0.0)
         pulls = tl.load(pull_links + image, mask=is_pulled, other=0)
 
-    # Through the normalisation: only what is orthogonal to the centre changes its direction.
-    squares = tl.sum(w * w, 1)
-    inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
-    unit = w * inverse[:, None]
-    g = (g - unit * tl.sum(unit * g, 1)[:, None]) * (inverse / tl.load(factors + 1))[:, None]
+    if IS_COSINE:
+        # Through the normalisation: only what is orthogonal to the centre changes its direction.
+        squares = tl.sum(w * w, 1)
+        inverse = tl.where(squares > 0, 1 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
+        unit = w * inverse[:, None]
+        g = (g - unit * tl.sum(unit * g, 1)[:, None]) * (inverse / tl.load(factors + 1))[:, None]
+    else:
+        g = g / tl.load(factors + 1)
     if grad_squares is not None:
         tl.store(grad_squares + tl.program_id(0), tl.sum(tl.sum(g * g, 1), 0))
     if CLIP_VALUE is not None:

@@ -153,6 +153,7 @@ def update_(
         D=width,
         GRAD_STRIDE=chunk.grad_RD.stride(0),
         M=store.num_subcentres,
+        IS_COSINE=store.is_cosine,
         KIND=_kind(optimizer),
         WEIGHT_DECAY=float(optimizer.weight_decay),
         CLIP_VALUE=optimizer.clip_value,

@@ -18,30 +18,35 @@ The host waits for nothing within a step: the list of drawn classes has a fixed,
 on the device by the program that moves the rows. What changes from step to step is read on the device, too (StepNumbers).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from megaclass.head.gather_batch import largest_batch
 from megaclass.head.gpu import images as gpu_images
 from megaclass.head.gpu import rows as gpu_rows
+from megaclass.head.gpu.kernel import MAX_INNER_LOGIT
 from megaclass.head.gpu.rows import StepNumbers
 from megaclass.head.losses import NegativeSums
 from megaclass.head.margins import Margin, Targets
-from megaclass.head.plain_step import PlainStep
+from megaclass.head.plain_step import PlainStep, of_labels
 from megaclass.head.problem import Kernel
 from megaclass.head.step import DrawnClasses, GatheredImages, LossesAndSlopes, LossPart, Move, StepContext, StepDraw
 
 
 class FusedStep(PlainStep):
-    """A step in Triton programs around the fused kernel."""
+    """The fused kernel and the programs over rows, in a step whose work over the images is plain PyTorch.
+
+    For several labels, weights and inner products. It costs some two hundred small launches, which a large step hides.
+    """
+
+    largest_inner_sum = math.exp(MAX_INNER_LOGIT)
 
     def __init__(self, context: StepContext, kernel: Kernel) -> None:
         super().__init__(context, kernel)
         # Not even under Triton's interpreter, which runs on a CPU.
         self._never_waits = True
-        # None if the margin's derivative is not written out in a program: autograd forms it then.
-        self._margin_now = context.settings.margin
-        self._margin_numbers = gpu_images.margin_numbers(self._margin_now, context.device)
         self._numbers = StepNumbers(context.device)
 
     def _sample(
@@ -51,6 +56,49 @@ class FusedStep(PlainStep):
         self._numbers.set_step(step)
         classes, seed = self.context.store.classes, self.context.settings.seed
         return gpu_rows.draw(labels_G, classes, rate, seed, self._numbers.step, capacity, drawn_weight)
+
+    def _move_rows(self, draw: StepDraw, parts: list[LossPart], move: Move) -> None:
+        store = self.context.store
+        if not gpu_rows.can_update(store.optimizer):
+            super()._move_rows(draw, parts, move)
+            return
+        self._numbers.set_step(move.step)
+        self._numbers.set_factors(move.lr, move.loss_scale, move.skip)
+        # All parts of a step share the drawn classes, so slots of the first one's problem are those of all.
+        problem = parts[0].problem
+        slots, rows, images, weights = (
+            values[0] if len(parts) == 1 else torch.cat(values)
+            for values in (
+                [part.problem.target_slots_N for part in parts],
+                [part.images.own_rows_N for part in parts],
+                [of_labels(part.images.unit_GD, problem.max_labels) for part in parts],
+                [part.target_coefficients_N.float() for part in parts],
+            )
+        )
+        num_rows = problem.num_classes * store.num_subcentres
+        # Each row's images as a list in the order of the batch: atomic additions would give other last bits in every run.
+        pulls = gpu_rows.link_pulls(slots, rows, images, weights, num_rows, store.num_subcentres)
+        # Each chunk is consumed before the next one is asked for: the kernel writes them into the same buffer.
+        for chunk in self._centre_gradient(parts):
+            gpu_rows.update_(
+                store,
+                problem.classes_S,
+                chunk,
+                pulls,
+                numbers=self._numbers,
+                first_fault=self.faults.first_fault,
+                squares=move.squares,
+            )
+
+
+class FusedImagesStep(FusedStep):
+    """The step of one label per image, compared by cosines: all of it in Triton programs."""
+
+    def __init__(self, context: StepContext, kernel: Kernel) -> None:
+        super().__init__(context, kernel)
+        # None if the margin's derivative is not written out in a program: autograd forms it then.
+        self._margin_now = context.settings.margin
+        self._margin_numbers = gpu_images.margin_numbers(self._margin_now, context.device)
 
     def _gather(
         self, embeddings_BD: Tensor, words_B: Tensor, step: int, product_dtype: torch.dtype
@@ -118,36 +166,3 @@ class FusedStep(PlainStep):
             factor=self.context.gradient_factor,
             dtype=dtype,
         )
-
-    def _move_rows(self, draw: StepDraw, parts: list[LossPart], move: Move) -> None:
-        store = self.context.store
-        if not gpu_rows.can_update(store.optimizer):
-            super()._move_rows(draw, parts, move)
-            return
-        self._numbers.set_step(move.step)
-        self._numbers.set_factors(move.lr, move.loss_scale, move.skip)
-        # All parts of a step share the drawn classes, so slots of the first one's problem are those of all.
-        problem = parts[0].problem
-        slots, rows, images, weights = (
-            values[0] if len(parts) == 1 else torch.cat(values)
-            for values in (
-                [part.problem.target_slots_N for part in parts],
-                [part.images.own_rows_N for part in parts],
-                [part.images.unit_GD for part in parts],
-                [part.target_coefficients_N for part in parts],
-            )
-        )
-        num_rows = problem.num_classes * store.num_subcentres
-        # Each row's images as a list in the order of the batch: atomic additions would give other last bits in every run.
-        pulls = gpu_rows.link_pulls(slots, rows, images, weights, num_rows, store.num_subcentres)
-        # Each chunk is consumed before the next one is asked for: the kernel writes them into the same buffer.
-        for chunk in self._centre_gradient(parts):
-            gpu_rows.update_(
-                store,
-                problem.classes_S,
-                chunk,
-                pulls,
-                numbers=self._numbers,
-                first_fault=self.faults.first_fault,
-                squares=move.squares,
-            )

@@ -3,7 +3,7 @@
 import difflib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megaclass.backbones import own_size
-from megaclass.backbones.configured import checkpoint_activations, configured_layers, freeze, layer_depths
+from megaclass.backbones.configured import blocks_of, checkpoint_activations, configured_layers, freeze, layer_depths
+from megaclass.backbones.lora import without_lora
 from megaclass.checkpoint.tensor_file import tensors_with_prefix
 from megaclass.config.read import own_class
 from megaclass.config.schema import Config, HeadConfig, OptimizerConfig
 from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.distributed.data_parallel import NothingToAverage, data_parallel, exact_average
+from megaclass.distributed.sharded import ShardedBackbone
 from megaclass.head.margins import MARGINS, Margin
 from megaclass.head.partial_fc import PartialFC
 from megaclass.head.row_optimizers import ROW_OPTIMIZERS, RowOptimizer
@@ -29,6 +31,7 @@ from megaclass.training.model.graphed_backbone import GraphedBackbone, can_captu
 from megaclass.training.model.keyed_dropout import KeyedDropout, key_dropout
 from megaclass.training.model.precision import Ema, LossScale, Precision, RunningStatistics, choose_precision
 from megaclass_launch.errors import ConfigError
+from megaclass_launch.ranks.collectives import group_rank
 from megaclass_launch.ranks.sync_batch_norm import synchronise_batch_norm
 from megaclass_launch.ranks.wire_formats import compression_hook
 from megaclass_launch.world import World
@@ -41,8 +44,10 @@ class Model:
     """Backbone, head and their optimizers: everything that a checkpoint must hold."""
 
     backbone: nn.Module
-    parallel: DistributedDataParallel | NothingToAverage
+    parallel: DistributedDataParallel | NothingToAverage | ShardedBackbone
     """The backbone in DDP, which averages its gradients over the ranks; compiled, or replayed as CUDA graphs, by settings."""
+    parameters: dict[str, nn.Parameter]
+    """Parameters of the backbone, or this rank's rows of them, on which optimizer and moving average work."""
     head: PartialFC
     optimizer: torch.optim.Optimizer
     precision: Precision
@@ -52,29 +57,69 @@ class Model:
     statistics: RunningStatistics
     distiller: Distiller | None = None
 
+    @property
+    def sharded(self) -> ShardedBackbone | None:
+        """The backbone, if train.shard_backbone has split it over the ranks."""
+        return self.parallel if isinstance(self.parallel, ShardedBackbone) else None
+
     @contextmanager
     def for_evaluation(self) -> Iterator[nn.Module]:
-        """Yields the backbone with the weights to evaluate and export: the moving average if train.ema is set."""
-        with self.ema.in_place() if self.ema is not None else nullcontext():
-            yield self.backbone
+        """Collective. Yields a plain network to evaluate and export: with the moving average if train.ema is set."""
+        with (
+            self.ema.in_place() if self.ema is not None else nullcontext(),
+            self.sharded.whole_on_device() if self.sharded is not None else nullcontext(self.backbone) as network,
+        ):
+            yield without_lora(network)
+
+    @contextmanager
+    def loaded(self) -> Iterator[nn.Module]:
+        """Yields a network of whole weights to load others into; the model then has them."""
+        yield self.backbone if self.sharded is None else self.sharded.whole
+        if self.sharded is not None:
+            self.sharded.take_from_whole()
+        if self.ema is not None:
+            # The moving average starts at the loaded weights, not at the random ones.
+            self.ema.load({name: parameter.detach() for name, parameter in self.parameters.items()})
+
+    def zero_grad(self) -> None:
+        if self.sharded is not None:
+            self.sharded.take_gradients()
+        self.optimizer.zero_grad()
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Returns the tensors that are the same on all ranks, by name."""
-        state = {f"backbone.{name}": tensor for name, tensor in self.backbone.state_dict().items()}
-        for name, parameter in self.backbone.named_parameters():
+        """Returns the tensors that are the same on all ranks, by name.
+
+        Collective with train.shard_backbone: an all-gather per tensor of backbone, optimizer and moving average. Rank 0 alone
+        then has them, in host memory, and never more than one of them on its GPU.
+        """
+        state, whole = {}, self._whole
+        for name, tensor in self.backbone.state_dict().items():
+            state[f"backbone.{name}"] = whole(name, self.parameters[name]) if name in self.parameters else tensor
+        for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
-                    state[f"optimizer.{name}.{key}"] = value
+                    is_split = value.shape == parameter.shape
+                    state[f"optimizer.{name}.{key}"] = whole(name, value) if is_split else value
         # Class centres are not here: every rank saves its own rows.
         state |= {f"head.margin_{name}": value for name, value in self.head.margin_state.items()}
         state |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state().items()}
-        return state | ({f"ema.{name}": mean for name, mean in self.ema.means.items()} if self.ema is not None else {})
+        means = self.ema.means if self.ema is not None else {}
+        return state | {f"ema.{name}": whole(name, mean) for name, mean in means.items()}
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        if self.sharded is None:
+            return tensor.detach()
+        gathered = self.sharded.gathered(name, tensor)
+        return gathered.cpu() if group_rank(None) == 0 else gathered.new_empty(0)
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
-        # Names of an older checkpoint must stay readable: they are part of the file format.
-        self.backbone.load_state_dict(tensors_with_prefix(state, "backbone."))
-        for name, parameter in self.backbone.named_parameters():
+        with self.loaded() as network:
+            # Names of an older checkpoint must stay readable: they are part of the file format.
+            network.load_state_dict(tensors_with_prefix(state, "backbone."))
+        for name, parameter in self.parameters.items():
             for key, value in tensors_with_prefix(state, f"optimizer.{name}.").items():
+                if self.sharded is not None and value.ndim:
+                    value = self.sharded.rows_of(value)
                 if value.shape == parameter.shape:
                     # In the memory layout of the weights: a fused optimizer walks through both by address.
                     value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -86,7 +131,8 @@ class Model:
             self.head.margin_state[name].copy_(value)
         self.loss_scale.load(tensors_with_prefix(state, "loss_scale."))
         if self.ema is not None:
-            self.ema.load(tensors_with_prefix(state, "ema."))
+            means = tensors_with_prefix(state, "ema.")
+            self.ema.load(means if self.sharded is None else {n: self.sharded.rows_of(m) for n, m in means.items()})
 
 
 def input_size(config: Config, source: ImageSource) -> tuple[int, int]:
@@ -113,6 +159,8 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         loss=config.head.loss,
         max_labels=max(config.head.max_labels, *source.labels.shape[1:]) if has_several else config.head.max_labels,
         label_smoothing=config.head.label_smoothing,
+        similarity=config.head.similarity,
+        bias=config.head.bias,
         optimizer=build_row_optimizer(config.head),
         seed=config.train.seed,
         max_batch=-(-config.train.global_batch // world.size),
@@ -123,6 +171,35 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         stored_bytes=None if config.head.stored_gib is None else round(config.head.stored_gib * 2**30),
         device=device,
     )
+    # Before the parameters are split.
+    names_by_group = _parameter_groups(config.optimizer, backbone)
+    parallel: DistributedDataParallel | NothingToAverage | ShardedBackbone
+    if config.train.shard_backbone and names_by_group:
+        parallel = ShardedBackbone(backbone, blocks_of(backbone), device)
+        parameters = parallel.own
+    else:
+        parallel, parameters = (
+            _in_parallel(config, backbone, image_size, world, device),
+            dict(backbone.named_parameters()),
+        )
+    return Model(
+        backbone=backbone,
+        parallel=parallel,
+        parameters=parameters,
+        head=head,
+        optimizer=_build_optimizer(config.optimizer, names_by_group, parameters),
+        precision=precision,
+        loss_scale=LossScale(precision, device),
+        dropouts=dropouts,
+        ema=Ema(parameters, config.train.ema) if config.train.ema else None,
+        statistics=RunningStatistics(backbone),
+        distiller=new_distiller(config, device, precision),
+    )
+
+
+def _in_parallel(
+    config: Config, backbone: nn.Module, image_size: ImageSize, world: World, device: torch.device
+) -> DistributedDataParallel | NothingToAverage:
     called = backbone
     if config.is_compiled(on_gpu=device.type == "cuda"):
         called = _compiled(backbone, image_size)
@@ -134,18 +211,7 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         parallel.register_comm_hook(*compression_hook(config.train.compression))
     elif device.type == "cpu":
         parallel.register_comm_hook(None, exact_average)
-    return Model(
-        backbone=backbone,
-        parallel=parallel,
-        head=head,
-        optimizer=_build_optimizer(config.optimizer, backbone),
-        precision=precision,
-        loss_scale=LossScale(precision, device),
-        dropouts=dropouts,
-        ema=Ema(backbone, config.train.ema) if config.train.ema else None,
-        statistics=RunningStatistics(backbone),
-        distiller=new_distiller(config, device, precision),
-    )
+    return parallel
 
 
 def _class_counts(config: Config, margin: Margin, source: ImageSource) -> Tensor | None:
@@ -218,7 +284,8 @@ def _build_backbone(
     freeze(backbone, config.backbone)
     if config.backbone.checkpoint_activations:
         checkpoint_activations(backbone, config.backbone)
-    backbone.to(device)
+    if not config.train.shard_backbone:
+        backbone.to(device)
     backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return backbone, dropouts
 
@@ -244,8 +311,18 @@ def _compiled(backbone: nn.Module, image_size: ImageSize) -> nn.Module:
     return compiled  # type: ignore[return-value]
 
 
-def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.optim.Optimizer:
-    groups = _parameter_groups(config, backbone)
+def _build_optimizer(
+    config: OptimizerConfig,
+    names_by_group: Mapping[tuple[float, float], list[str]],
+    trained: Mapping[str, nn.Parameter],
+) -> torch.optim.Optimizer:
+    # lr_scale is the group's share of the learning rate.
+    groups: list[dict[str, Any]] = [
+        {"params": [trained[name] for name in names], "lr_scale": lr_scale, "weight_decay": decay}
+        for (lr_scale, decay), names in names_by_group.items()
+    ]
+    # As a group, because torch refuses a list of no parameters: features need not pass a layer.
+    groups = groups or [{"params": [], "lr_scale": 1.0}]
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Fused optimizers read `found_inf` on the device, so a bad step is skipped without waiting for the host.
     fused = bool(parameters) and parameters[0].device.type == "cuda"
@@ -259,20 +336,18 @@ def _build_optimizer(config: OptimizerConfig, backbone: nn.Module) -> torch.opti
     return sgd
 
 
-def _parameter_groups(config: OptimizerConfig, backbone: nn.Module) -> list[dict[str, Any]]:
-    """Returns the trained parameters by learning rate and weight decay; lr_scale is the group's share of the learning rate."""
+def _parameter_groups(config: OptimizerConfig, backbone: nn.Module) -> dict[tuple[float, float], list[str]]:
+    """Returns the names of the trained parameters by their share of the learning rate and their weight decay."""
     depths = layer_depths(backbone) if config.layer_decay < 1 else {}
     last = max(depths.values(), default=0)
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[tuple[float, float], list[str]] = {}
     for name, parameter in backbone.named_parameters():
         if parameter.requires_grad:
             lr_scale = config.layer_decay ** (last - depths.get(name, last))
             is_vector = parameter.ndim <= 1 or name.endswith(("pos_embed", "_token"))
             decay = 0.0 if is_vector and not config.decay_vectors else config.weight_decay
-            group = groups.setdefault((lr_scale, decay), {"params": [], "lr_scale": lr_scale, "weight_decay": decay})
-            group["params"].append(parameter)
-    # As a group, because torch refuses a list of no parameters: features need not pass a layer.
-    return list(groups.values()) or [{"params": [], "lr_scale": 1.0}]
+            groups.setdefault((lr_scale, decay), []).append(name)
+    return groups
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ All of it stays on the device: a skipped step changes nothing, and the host neve
 it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -79,9 +79,8 @@ class LossScale:
 class Ema:
     """mean <- decay * mean + (1 - decay) * weights, after every step not skipped. Batch statistics are not averaged."""
 
-    def __init__(self, backbone: nn.Module, decay: float) -> None:
-        self._decay = decay
-        self._parameters = dict(backbone.named_parameters())
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._decay, self._parameters = decay, parameters
         self.means = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megaclass.backbones.lora import evaluated_weights, wrapped_weights
 from megaclass.backbones.timm_network import TimmNetwork, origin_of_weights
 from megaclass.checkpoint.class_names import (
     ClassList,
@@ -329,30 +330,23 @@ def _checkpoints_of(path: Path) -> list[Path]:
 
 
 def _load_backbone(model: Model, path: Path) -> None:
-    load_backbone_(model.backbone, _read_backbone(path), path)
-    _start_ema(model)
+    state = _read_backbone(path)
+    with model.loaded() as network:
+        load_backbone_(network, wrapped_weights(state, network.state_dict()), path)
 
 
 def _load_pretrained(run: Run, model: Model) -> None:
-    assert isinstance(model.backbone, TimmNetwork)
     settings = run.config.backbone
-    model.backbone.load_pretrained_(settings.pretrained)
-    _start_ema(model)
+    with model.loaded() as network:
+        assert isinstance(network, TimmNetwork)
+        network.load_pretrained_(settings.pretrained)
     if run.world.is_main:
         _logger.info(f"starting with {origin_of_weights(settings.name, settings.pretrained)}")
 
 
-def _start_ema(model: Model) -> None:
-    """Starts the moving average at the loaded weights, not at the random ones."""
-    if model.ema is not None:
-        model.ema.load({name: parameter.detach() for name, parameter in model.backbone.named_parameters()})
-
-
 def _read_backbone(path: Path) -> dict[str, Tensor]:
     if (path / NAME).is_file():
-        shared = load_shared(path)
-        # If training kept a moving average of the weights, it evaluated and exported that.
-        return tensors_with_prefix(shared, "backbone.") | tensors_with_prefix(shared, "ema.")
+        return evaluated_weights(load_shared(path))
     if path.is_dir():
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a run folder: it holds no {NAME}, no checkpoints/ and no {_MODEL}."

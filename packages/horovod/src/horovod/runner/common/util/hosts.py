@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaclass_launch.hosts import Host, hosts_from_file
-from megaclass_launch.placement import place_ranks
+from megaclass_launch.placement import place_ranks, places_on, worlds_of
 
 
 @dataclass
@@ -57,9 +57,8 @@ def get_host_assignments(
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
     if size < min_num_proc:
         raise ValueError(f"Requested more processes ({min_num_proc}) than there are available slots ({size})")
-    placements = place_ranks([Host(name=host.hostname, slots=host.slots) for host in hosts], size)
+    places = places_on(place_ranks([Host(name=host.hostname, slots=host.slots) for host in hosts], size))
     return [
-        SlotInfo(placement.host.name, *(getattr(world, field.name) for field in fields(SlotInfo)[1:]))
-        for placement in placements
-        for world in placement.worlds
+        SlotInfo(name, *(getattr(world, field.name) for field in fields(SlotInfo)[1:]))
+        for (name, _), world in zip(places, worlds_of(places), strict=True)
     ]
