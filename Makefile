@@ -102,7 +102,7 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed $(PROJECTS)
 	@touch $@
 
 # What some tests use, without their dependencies, and with what they import: trackio asks for Pillow below 13, the readers of face
-# packs for other frameworks, and torchvision for a torch for CUDA (tests/timm_here.py imports it with any torch).
+# packs for other frameworks, and torchvision for a torch for CUDA (so these have a folder of their own: tests/timm_here.py).
 TRACKIO := trackio gradio-client orjson python-multipart brotli websockets
 FACES := insightface uniface deepface scikit-image lazy_loader pandas gdown
 TIMM := timm torchvision peft transformers tokenizers regex
@@ -114,7 +114,7 @@ $(VENV)/.dev-installed: $(VENV)/.torch-installed $(PROJECTS)
 	@echo "Installing TensorFlow, trackio, timm, peft, insightface, moto and others, which are optional: without them their tests are skipped."
 	@$(PIP) --quiet --editable "packages/horovod[tensorflow]" || echo "TensorFlow could not be installed."
 	@$(PIP) --quiet --no-deps $(TRACKIO) || echo "trackio could not be installed."
-	@$(PIP) --quiet --no-deps $(TIMM) || echo "timm and peft could not be installed."
+	@$(PIP) --quiet --no-deps --upgrade --target $(VENV)/timm $(TIMM) || echo "timm and peft could not be installed."
 	@$(PIP) --quiet --no-deps $(FACES) || echo "insightface, uniface and deepface could not be installed."
 	@$(PIP) --quiet $(BUCKETS) || echo "moto and s3fs could not be installed."
 	@touch $@ $(VENV)/.demo-installed

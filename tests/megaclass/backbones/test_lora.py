@@ -5,16 +5,20 @@ import pytest
 import torch
 from PIL import Image
 from tests.commands import ended_in_this_process
-from tests.timm_here import import_timm
+from tests.timm_here import NEEDS_TIMM, import_timm
 
-import_timm()
-pytest.importorskip("peft")
+import megaclass
+from megaclass.backbones.configured import configured_layers, freeze
+from megaclass.backbones.lora import merged_weights, without_lora, wrapped_weights
+from megaclass.config.schema import BackboneConfig
+from megaclass_launch.errors import ConfigError
 
-import megaclass  # noqa: E402
-from megaclass.backbones.configured import configured_layers, freeze  # noqa: E402
-from megaclass.backbones.lora import merged_weights, without_lora, wrapped_weights  # noqa: E402
-from megaclass.config.schema import BackboneConfig  # noqa: E402
-from megaclass_launch.errors import ConfigError  # noqa: E402
+pytestmark = NEEDS_TIMM
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported():
+    import_timm()
 
 
 def network(name="timm/test_vit", **settings):

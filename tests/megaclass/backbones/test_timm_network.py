@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.commands import ended_in_this_process
-from tests.timm_here import import_timm
+from tests.timm_here import NEEDS_TIMM, import_timm
 from torch import nn
 
 import megaclass
@@ -19,8 +19,12 @@ from megaclass.errors import CheckpointError
 from megaclass.training.model.build import _parameter_groups
 from megaclass_launch.errors import ConfigError
 
-import_timm()
-import timm  # noqa: E402
+pytestmark = NEEDS_TIMM
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported():
+    import_timm()
 
 
 @pytest.fixture
@@ -119,6 +123,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(tmp
 @pytest.mark.ranks
 def test_a_run_starts_with_weights_of_a_file_at_another_size_and_the_card_says_so(tmp_path, photos):
     torch.manual_seed(5)
+    import timm
+
     source = timm.create_model("test_vit", pretrained=False, num_classes=7)
     torch.save(source.state_dict(), tmp_path / "own.pth")
     run = train(

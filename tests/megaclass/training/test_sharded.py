@@ -3,14 +3,13 @@
 import json
 import shutil
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.forked import ended_ranks, megaclass_command
 from tests.megaclass.training.test_step import CPU, TinySource, my_batch, settings
-from tests.timm_here import import_timm
+from tests.timm_here import NEEDS_TIMM, import_timm
 
 import megaclass
 from megaclass.cli.main import main
@@ -38,7 +37,6 @@ VARIANTS = {
 
 
 VARIANTS["lora"] = {**VARIANTS["vit"], "backbone__lora": 2}
-NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None or find_spec("timm") is None, reason="needs peft and timm")
 
 
 def config_of(variant: str, *, is_sharded: bool) -> Config:
@@ -47,7 +45,7 @@ def config_of(variant: str, *, is_sharded: bool) -> Config:
 
 def model_of(config: Config) -> Model:
     if config.backbone.lora:
-        import_timm()  # peft imports torchvision if it is there
+        import_timm()
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=0, local_size=1)
     model = build_model(config, TinySource(), world, CPU)
     model.parallel.train()
@@ -80,7 +78,7 @@ def trained(variant: str, is_sharded: bool, numbers: range = range(4)) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("size", "variant"), [(2, "sgd"), (2, "vit"), (4, "adamw"), pytest.param(2, "lora", marks=NEEDS_PEFT)]
+    ("size", "variant"), [(2, "sgd"), (2, "vit"), (4, "adamw"), pytest.param(2, "lora", marks=NEEDS_TIMM)]
 )
 def test_losses_state_and_embeddings_are_those_of_the_whole_backbone(run_ranks, size, variant):
     whole = run_ranks(size, trained, variant, False)
