@@ -1,6 +1,8 @@
 """Chooses a recipe for data of the user's own, by its size and by what this machine has: `megaclass train photos/`."""
 
+import shlex
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ class ChosenRecipe:
     path: Path
     overrides: list[str]
     reason: str
-    """A sentence that says what was chosen, and why."""
+    """What was chosen and why; for few images also the command that fine-tunes a pretrained network."""
 
 
 def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:
@@ -33,10 +35,9 @@ def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:
     """
     source, has_gpu = open_source(folder), torch.cuda.is_available()
     run_dir = run_dir or f"runs/{run_name(folder)}"
+    is_rows = isinstance(source, TensorSource)
     name = "own-cpu" if not has_gpu else "own-small" if source.num_images <= _FEW_IMAGES else "own-large"
-    what = "images"
-    if isinstance(source, TensorSource):
-        name, what = "features", "rows"
+    name = "features" if is_rows else name
     overrides = [f"data.path={folder}", f"train.run_dir={run_dir}"]
     fitting = []
     if (size := _own_size(source)) and name in ("own-small", "own-large"):
@@ -50,11 +51,18 @@ def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:
     if source.num_classes > _MANY_CLASSES:
         fitting.append("head.sample_rate=0.1")
     size_text = shown_size(compact_size(source.image_size))
-    what = f"{source.num_images:,} {what} of {source.num_classes:,} classes, {size_text}"
+    what = f"{source.num_images:,} {'rows' if is_rows else 'images'} of {source.num_classes:,} classes, {size_text}"
     reason = (
         f"{folder} has {what}, and this machine has {'a' if has_gpu else 'no'} GPU: training with the recipe {name}, "
         f"{', '.join(fitting)}, into {run_dir}. Settings of your own come after the folder, as section.key=value."
     )
+    if not is_rows and source.num_images <= _FEW_IMAGES and find_spec("timm") is not None:
+        # Only proposed: it downloads, and the licence of the weights is for the user to judge.
+        given = [f"data.path={folder}", f"train.run_dir={run_dir}-pretrained", f"train.global_batch={min(batch, 64)}"]
+        reason += (
+            f" A network with pretrained weights usually learns more from so few images. This downloads one, of 88 MB, and "
+            f"fine-tunes it: megaclass train own-pretrained {shlex.join(given)}"
+        )
     return ChosenRecipe(recipe_path(Path(name)), [*overrides, *fitting], reason)
 
 
