@@ -144,7 +144,10 @@ class PlaceCentres(Work):
     def after_step(self, at: Position, due: StepDuties) -> None:
         if self.is_due():
             with self.observer.paused("class means"):
-                place_centres(self.run, self.model)
+                have_moved = place_centres(self.run, self.model)
+            if have_moved:
+                # Those of an evaluation before belong to other centres.
+                at.results = None
 
 
 @dataclass(kw_only=True)

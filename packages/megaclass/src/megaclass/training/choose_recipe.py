@@ -16,6 +16,7 @@ from megaclass.image_size import compact_size, shown_size
 _FEW_IMAGES, _MANY_CLASSES = 200_000, 500_000
 _SMALLEST_SIDE, _LARGEST_SIDE = 32, 224
 _LEAST_STEPS_PER_EPOCH = 10
+_IMAGES_PER_GPU, _LARGEST_BATCH = 128, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,11 @@ def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:
     batch = {"own-cpu": 64, "own-small": 256, "own-large": 512, "features": 1024}[name]
     while batch > 8 and source.num_images < _LEAST_STEPS_PER_EPOCH * batch:
         batch //= 2
+    num_gpus = torch.cuda.device_count() if name == "own-large" else 1
+    # With fewer images per GPU most of a step is not the GPU's; with more in all, the learning rate would have to change.
+    batch = max(batch, min(_LARGEST_BATCH, _IMAGES_PER_GPU * num_gpus)) if num_gpus > 1 else batch
     fitting.append(f"train.global_batch={batch}")
-    if name == "own-large" and (num_gpus := torch.cuda.device_count()) > 1:
+    if num_gpus > 1:
         fitting.append(f"train.nproc={num_gpus}")
     if source.num_classes > _MANY_CLASSES:
         fitting.append("head.sample_rate=0.1")

@@ -79,7 +79,7 @@ class Distiller:
             return torch.from_numpy(self._cached_ND[indices_B]).to(inputs[0].device).float()
         if inputs[0].ndim == 4 and inputs[0].shape[2:] != self._size:
             inputs = (F.interpolate(inputs[0], self._size, mode="bilinear", antialias=True),)
-        with torch.autocast(inputs[0].device.type, self._precision.dtype, enabled=self._precision.uses_autocast):
+        with self._precision.autocast(inputs[0].device):
             rows_BD: Tensor = self.teacher.network(*inputs)
         return rows_BD.float()
 
@@ -90,10 +90,11 @@ class Distiller:
         """
         device, width = self.teacher.device, self.teacher.embedding_dim
         stamp = {"teacher": weights_fingerprint(self.teacher.network), "data": fingerprint, "images": source.num_images}
-        text = json.dumps(stamp) + "\n"
+        text = json.dumps(stamp | {"fit": config.data.fit}) + "\n"
 
         def is_there() -> bool:
-            return (folder / _STAMP_FILE).is_file() and (folder / _STAMP_FILE).read_text(encoding="utf-8") == text
+            has_both = (folder / _CACHE_FILE).is_file() and (folder / _STAMP_FILE).is_file()
+            return has_both and (folder / _STAMP_FILE).read_text(encoding="utf-8") == text
 
         if not text_of_main_rank(lambda: "whole" if is_there() else "", device):
             new_bar = progress_bar("teacher embeddings", source.num_images) if world.is_main else nullcontext(None)

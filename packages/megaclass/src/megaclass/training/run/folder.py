@@ -50,6 +50,7 @@ _OWN_NAMES = (
     "baselines",
     "faces.npz",
     "training_images.npz",
+    "subcentres.tsv",
 )
 # Fields of a row of metrics that a resumed run continues with.
 _READ_BACK = ("loss", "images_per_second")
