@@ -102,9 +102,7 @@ class TrainedRun:
         """Continues the run from its newest checkpoint, for example with epochs=20; see `train`."""
         # The folder may have been moved or copied since.
         run_dir = f"train.run_dir={self.folder}"
-        return train(
-            self.folder / "config.toml", run_dir, *overrides, resume=True, callbacks=callbacks, **settings
-        )
+        return train(self.folder / "config.toml", run_dir, *overrides, resume=True, callbacks=callbacks, **settings)
 
     def __repr__(self) -> str:
         if not self.is_finished:

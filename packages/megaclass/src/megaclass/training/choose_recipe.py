@@ -26,7 +26,7 @@ class ChosenRecipe:
     path: Path
     overrides: list[str]
     reason: str
-    """What was chosen and why; for few images also the command that fine-tunes a pretrained network."""
+    """The choice and its reason; for few images also the command that fine-tunes a pretrained network."""
 
 
 def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:

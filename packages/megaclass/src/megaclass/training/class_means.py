@@ -76,8 +76,8 @@ def mean_weight(config: Config, source: ImageSource) -> float:
 def place_centres(run: Run, model: Model) -> bool:
     """Collective, after the last step. Turns each centre towards the mean of its images' embeddings; returns whether it did.
 
-    The new direction is that of (unit centre + mean_weight() * unit mean), and lengths stay. An error leaves the centres as they are: it
-    must not cost the training. Traffic as above. Memory: as many float32 numbers as there are centres on this rank.
+    The new direction is that of (unit centre + mean_weight() * unit mean); lengths stay. An error leaves the centres as they
+    are: it must not cost the training. Traffic as above. Memory: as many float32 numbers as there are centres on this rank.
     """
     weight = mean_weight(run.config, run.source)
     if not weight:

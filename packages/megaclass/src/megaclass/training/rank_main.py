@@ -250,7 +250,7 @@ def _build(run: Run) -> Model:
         # A start takes from five to fifteen seconds (benchmarks/startup.md): say what is being waited for.
         _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
     model = build_model(config, run.source, world, device)
-    on_every_rank(lambda: check_dtypes(model.shared_state()), device)
+    on_every_rank(lambda: check_dtypes(model.backbone.state_dict(prefix="backbone.")), device)
     num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
     _logger.debug(
         f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "

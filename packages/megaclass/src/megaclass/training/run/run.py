@@ -184,6 +184,11 @@ def _check_for_rows(config: Config, source: ImageSource) -> None:
                 f"data.{name} is {value}, but {data.path} holds features or sequences, which are not decoded, resized or "
                 f"augmented: leave it out."
             )
+    if config.distil.cache:
+        raise ConfigError(
+            f"distil.cache is true, but {data.path} holds features or sequences, which the teacher sees in every step: leave "
+            f"it out."
+        )
     for name, is_set in (
         ("data.order=classes", data.order == "classes"),
         ("train.init_centres=class_means", config.train.init_centres == CLASS_MEANS),
