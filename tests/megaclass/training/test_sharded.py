@@ -140,6 +140,20 @@ def test_clipping_and_accumulation_are_those_of_the_whole_backbone(run_ranks):
     assert split == pytest.approx(whole, rel=1e-4)
 
 
+def seen_in_bf16() -> tuple[bool, torch.dtype, bool]:
+    parallel = model_of(config_of("vit", is_sharded=True)).parallel
+    seen = []
+    parallel.module.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
+    parallel.eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        dtype = parallel(torch.randn(4, 3, 16, 16)).dtype
+        return seen[0], dtype, torch.is_autocast_cache_enabled()
+
+
+def test_autocast_keeps_no_copies_of_blocks_that_are_used_once(run_ranks):
+    assert run_ranks(2, seen_in_bf16) == [(False, torch.bfloat16, True)] * 2
+
+
 def skipped() -> tuple[list[float], bool]:
     config = settings(**SHARED, train__shard_backbone=True, train__on_nan="skip")
     model = model_of(config)
