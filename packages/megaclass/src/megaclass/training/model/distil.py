@@ -62,11 +62,9 @@ class Distiller:
     ) -> Tensor:
         """Returns this part's share of the loss; num_images: of this rank in the whole step, over which the means are."""
         want_BD, have_BD = F.normalize(self._targets(inputs, indices_B)), F.normalize(embeddings_BD.float())
-        loss = (
-            self.settings.cosine * (1 - (want_BD * have_BD).sum(1)).sum()
-            if self.settings.cosine
-            else have_BD.new_zeros(())
-        )
+        loss = have_BD.new_zeros(())
+        if self.settings.cosine:
+            loss = self.settings.cosine * (1 - (want_BD * have_BD).sum(1)).sum()
         if self.settings.relations:
             difference_BB = have_BD @ have_BD.T - want_BD @ want_BD.T
             # The mean of a row, so the sum over the parts of a step is a mean over its images.
