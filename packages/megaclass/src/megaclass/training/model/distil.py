@@ -37,7 +37,7 @@ from megaclass_launch.ranks.collectives import gather_blocks
 from megaclass_launch.world import World
 
 _logger = logging.getLogger("megaclass.training")
-_CACHE_FILE, _STAMP_FILE = "teacher.npy", "teacher.json"
+CACHE_FILES = _CACHE_FILE, _STAMP_FILE = "teacher.npy", "teacher.json"
 _CHUNK_IMAGES = 2**16
 
 

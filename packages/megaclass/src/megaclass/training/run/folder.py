@@ -54,7 +54,7 @@ _OWN_NAMES = (
 # Fields of a row of metrics that a resumed run continues with.
 _READ_BACK = ("loss", "images_per_second")
 # Written by other commands and services from a run; a folder that holds only these holds no run.
-_DERIVED_NAMES = ("export", "wandb")
+_DERIVED_NAMES = ("export", "wandb", "teacher.npy", "teacher.json")
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,10 @@ class RunFolder:
         typed = f": {shlex.join([*command, '--resume'])}" if command else ""
         return f"continue it with --resume (from step {steps[-1]}{typed}), replace it with --overwrite"
 
-    def clear(self) -> None:
-        """Removes the files of a run and those derived from it, and nothing else."""
-        for target in (
-            *written_by_runs(self.checkpoints),
-            *(self.path / name for name in (*_OWN_NAMES, *_DERIVED_NAMES) if name != self.checkpoints.name),
-        ):
+    def clear(self, but: Sequence[str] = ()) -> None:
+        """Removes the files of a run and those derived from it, `but` those of these names, and nothing else."""
+        names = {*_OWN_NAMES, *_DERIVED_NAMES} - {self.checkpoints.name, *but}
+        for target in (*written_by_runs(self.checkpoints), *(self.path / name for name in names)):
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
