@@ -488,8 +488,9 @@ def evaluate(
         }
         flags = ["--resize"] * resize + ["--mirror"] * (mirror is True) + ["--published-tpir"] * published_tpir
         evaluation = _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
-        for result in evaluation.results if on_result is not None else ():
-            on_result(result)
+        if on_result is not None:
+            for result in evaluation.results:
+                on_result(result)
         return evaluation
     results: list[SetResult] = []
     with _messages(), process_group(world, device=device) as found:
