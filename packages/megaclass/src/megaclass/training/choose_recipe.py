@@ -37,8 +37,8 @@ def choose_recipe(folder: str, run_dir: str = "") -> ChosenRecipe:
     source, has_gpu = open_source(folder), torch.cuda.is_available()
     run_dir = run_dir or f"runs/{run_name(folder)}"
     is_rows = isinstance(source, TensorSource)
-    name = "own-cpu" if not has_gpu else "own-small" if source.num_images <= _FEW_IMAGES else "own-large"
-    name = "features" if is_rows else name
+    for_gpu = "own-small" if source.num_images <= _FEW_IMAGES else "own-large"
+    name = "features" if is_rows else for_gpu if has_gpu else "own-cpu"
     overrides = [f"data.path={folder}", f"train.run_dir={run_dir}"]
     fitting = []
     if (size := _own_size(source)) and name in ("own-small", "own-large"):

@@ -10,7 +10,6 @@ The loss in metrics and report is that of the classes alone.
 
 import json
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +94,7 @@ class Distiller:
             return has_both and (folder / _STAMP_FILE).read_text(encoding="utf-8") == text
 
         if not text_of_main_rank(lambda: "whole" if is_there() else "", device):
-            new_bar = progress_bar("teacher embeddings", source.num_images) if world.is_main else nullcontext(None)
+            new_bar = progress_bar("teacher embeddings", source.num_images, is_shown=world.is_main)
             with new_bar as bar, own_status().long_work("teacher embeddings"):
                 out = None
                 if world.is_main:
@@ -112,8 +111,7 @@ class Distiller:
                     found_ND = F.normalize(gather_blocks(own, None).flatten(0, 1)[: len(rows), :-1])
                     if out is not None:
                         out[rows] = found_ND.half().cpu().numpy()
-                    if bar is not None:
-                        bar.advance_to(int(rows[-1]) + 1)
+                    bar.advance_to(int(rows[-1]) + 1)
                 if out is not None:
                     out.flush()
                     write_text(folder / _STAMP_FILE, text)

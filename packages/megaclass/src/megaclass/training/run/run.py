@@ -177,17 +177,17 @@ def open_data(
 def _check_for_rows(config: Config, source: ImageSource) -> None:
     """Refuses settings that only images have, and those that need one label per sample."""
     data = config.data
-    for name, value, allowed in (("size", data.size, 0), ("augment", data.augment, ""), ("workers", data.workers, 0)):
+    for name, value, allowed in (
+        ("data.size", data.size, 0),
+        ("data.augment", data.augment, ""),
+        ("data.workers", data.workers, 0),
+        ("distil.cache", config.distil.cache, False),
+    ):
         if value not in (allowed, "auto"):
             raise ConfigError(
-                f"data.{name} is {value}, but {data.path} holds features or sequences, which are not decoded, resized or "
-                f"augmented: leave it out."
+                f"{name} is {value}, but {data.path} holds features or sequences, which are not decoded, resized, augmented or "
+                f"embedded in advance: leave it out."
             )
-    if config.distil.cache:
-        raise ConfigError(
-            f"distil.cache is true, but {data.path} holds features or sequences, which the teacher sees in every step: leave "
-            f"it out."
-        )
     for name, is_set in (
         ("data.order=classes", data.order == "classes"),
         ("train.init_centres=class_means", config.train.init_centres == CLASS_MEANS),
