@@ -23,7 +23,7 @@ from megaclass.data import loader as loader_module
 from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.loading import choose, pool
 from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
-from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize
@@ -311,7 +311,7 @@ def test_a_hanging_rank_is_named_with_the_file_or_signal_that_its_loader_process
 LOAD = """
 import os, sys, time
 from megaclass.data.loader import BatchLoader
-from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings
 from megaclass.data.sources.open_source import open_source
 path, num_steps, action = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 batches = BatchLoader(

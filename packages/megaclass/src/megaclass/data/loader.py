@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaclass.data.augment import Augment, augment_, mirror_, normalise
 from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.decode import Fit
-from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings, start_fork_server
+from megaclass.data.loading.choose import LoaderSettings
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.order import Order, rank_batch
 from megaclass.data.ordered_map import ordered_map
@@ -185,6 +185,9 @@ class BatchLoader:
         self.num_workers = max(1, num_workers)
         self.processes = processes
         if processes is not None:
+            # Windows has neither a fork server nor what the pool is made of.
+            from megaclass.data.loading.pool import start_fork_server
+
             start_fork_server()
         self.device = device
         self.is_resident = is_resident
@@ -280,6 +283,8 @@ class BatchLoader:
                 lambda n: self._load(reader, *divmod(n, steps)), numbers, self.num_workers, num_ahead
             )
             return
+        from megaclass.data.loading.pool import LoaderProcesses
+
         processes = LoaderProcesses(self.processes, reader, self.bad_images, self.device)
         try:
             for number, loaded in enumerate(processes.batches(first, stop), start=first):

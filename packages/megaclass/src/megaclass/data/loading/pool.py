@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from megaclass.data.loading.choose import LoaderSettings
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
@@ -79,14 +80,6 @@ Piece = tuple[int, int, int]
 def num_slots(batch_bytes: int) -> int:
     """Returns how many batches of this size the shared memory of the loader processes of one rank holds."""
     return min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes)) + _NUM_HELD
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderSettings:
-    """Place of the data, and number of processes that read it."""
-
-    path: str
-    num_processes: int
 
 
 BatchTensors = tuple[Tensor, Tensor, NDArray[np.int64], Tensor]
