@@ -195,3 +195,15 @@ def test_unpacked_images_keep_the_names_of_their_files(tmp_path):
     (tmp_path / "label.txt").write_text(lines)
     unpack(open_source(tmp_path / "label.txt"), tmp_path / "out2")
     assert sorted(path.name for path in (tmp_path / "out2" / "0").iterdir()) == ["00000001.jpg", "my photo.JPEG"]
+
+
+def test_identities_stay_apart_whose_names_would_be_one_folder(tmp_path):
+    for label in range(4):
+        (tmp_path / "own" / f"{label}").mkdir(parents=True)
+        Image.new("RGB", (16, 16), (label, 0, 0)).save(tmp_path / "own" / f"{label}" / "0.png")
+    source = open_source(tmp_path / "own")
+    unpack(source, tmp_path / "out", class_names=[b"a/b", b"a_b", b"a_b (2)", b"c"])
+    assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == ["a_b", "a_b (2)", "a_b (3)", "c"]
+    with pytest.raises(DataError, match="Cannot write .*too long"):
+        unpack(source, tmp_path / "long", class_names=[b"x" * 300] * 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "own"]

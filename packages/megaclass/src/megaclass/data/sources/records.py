@@ -113,12 +113,13 @@ class RecordFormat(SourceFormat):
         for record_file in [self.place] if self.place.is_file() else sorted(self.place.glob("*.rec")):
             index = record_file.with_suffix(".idx")
             beside = (
+                index,
                 self.folder / "property",
                 self.folder / CLASSES_FILE,
                 Path(f"{index}.cache"),
                 Path(f"{record_file}.labels"),
             )
-            yield from (record_file, index, *(file for file in beside if file.is_file()))
+            yield from (record_file, *(file for file in beside if file.is_file()))
 
 
 def require_index(record_file: Path) -> None:

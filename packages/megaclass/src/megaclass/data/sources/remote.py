@@ -92,15 +92,17 @@ def _fetch_all(address: str, folder: Path) -> None:
     # Unknown protocols and missing packages: fsspec names the package to install.
     except (ValueError, ImportError) as error:
         raise DataError(f"Cannot read {address}: {error}") from error
-    is_pattern = bool(set("*?[") & set(top))
-    if address.startswith("http"):
+    is_web = address.startswith("http")
+    # What follows the ? of a web address, such as a signature, is no part of the name.
+    place = top.partition("?")[0] if is_web else top
+    is_pattern = bool(set("*?[") & set(place))
+    if is_web:
         # Web servers do not tell files from folders.
-        is_file = not is_pattern and "." in PurePosixPath(top).name and not top.endswith("/")
+        is_file = not is_pattern and "." in PurePosixPath(place).name and not place.endswith("/")
     else:
         is_file = not is_pattern and _with_retries(lambda: bool(files.isfile(top)), address)
     if is_file:
-        top, _, name = top.rpartition("/")
-        wanted = {unquote(name): {"path": f"{top}/{name}"}}
+        wanted = {unquote(place.rpartition("/")[2]): {"path": top}}
     else:
         wanted = _with_retries(lambda: dict(_listed(files, top, is_pattern)), address)
     if not wanted:
@@ -143,8 +145,8 @@ def _fetch_file(files: Any, info: dict[str, Any], target: Path) -> None:
     if target.is_file() and (size is None or target.stat().st_size == size):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    has_ranges = not path.startswith("http")
-    if not has_ranges and size is not None and size > _RANGE_BYTES:
+    has_ranges = not path.startswith("http") and size is not None
+    if path.startswith("http") and size is not None and size > _RANGE_BYTES:
         has_ranges = _with_retries(lambda: _gives_ranges(files, path), path)
     start = unfinished.stat().st_size if has_ranges and unfinished.exists() else 0
     with unfinished.open("ab" if start else "wb") as file:
@@ -180,7 +182,7 @@ def _range(files: Any, path: str, start: int, stop: int) -> bytes:
 
 
 def _stream(files: Any, path: str, size: int | None, file: Any) -> None:
-    """Writes the whole file of a web server, from its beginning again after every fault."""
+    """Writes the whole file of a server without ranges, from its beginning again after every fault."""
     file.seek(0)
     file.truncate()
     with files.open(path, "rb", block_size=0) as remote:

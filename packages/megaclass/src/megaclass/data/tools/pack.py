@@ -233,22 +233,39 @@ def unpack(
     if out.exists():
         raise DataError(f"{out} exists already: choose a folder that does not exist.")
     width = len(str(max(0, source.num_classes - 1)))
+    named = distinct_names([_folder_name(name) for name in class_names]) if class_names is not None else None
     bad = BadImages.of_tool(source.num_images)
-    with published_folder(out.resolve()) as unfinished:
-        for index in range(source.num_images):
-            label = int(source.labels[index])
-            name = _folder_name(class_names[label]) if class_names is not None else f"{label:0{width}d}"
-            folder = unfinished / name
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                content = source.read(index)
-                decode_image(content, source.name_of(index))
-                (folder / _file_name(source, index, content, folder)).write_bytes(content)
-            except DataError as error:
-                bad.add_bad(index, error)
-            bad.add_read(1)
-            on_progress(index + 1, source.num_images)
+    try:
+        with published_folder(out.resolve()) as unfinished:
+            for index in range(source.num_images):
+                label = int(source.labels[index])
+                folder = unfinished / (named[label] if named is not None else f"{label:0{width}d}")
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    content = source.read(index)
+                    decode_image(content, source.name_of(index))
+                    (folder / _file_name(source, index, content, folder)).write_bytes(content)
+                except DataError as error:
+                    bad.add_bad(index, error)
+                bad.add_read(1)
+                on_progress(index + 1, source.num_images)
+    except OSError as error:
+        raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
     return len(bad.indices)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Returns the names, with a number behind each that an earlier one has already: `name`, `name (2)`, …"""
+    given, taken = set(names), set[str]()
+    found = []
+    for name in names:
+        unique, number = name, 1
+        while unique in taken or (number > 1 and unique in given):
+            number += 1
+            unique = f"{name} ({number})"
+        taken.add(unique)
+        found.append(unique)
+    return found
 
 
 def _file_name(source: ImageSource, index: int, content: bytes, folder: Path) -> str:
