@@ -12,8 +12,8 @@ from megaclass.cli.main import main
 pytestmark = pytest.mark.ranks
 
 ELSEWHERE = """
-import asyncio, concurrent.futures.process, enum, multiprocessing.context, multiprocessing.pool, os, shutil, signal, subprocess, sys, tempfile
-import filelock, numpy, PIL.Image, torch, torch.distributed
+import asyncio, concurrent.futures.process, enum, multiprocessing.pool, os, shutil, signal, subprocess, sys, tempfile
+import filelock, multiprocessing.context, numpy, PIL.Image, torch, torch.distributed
 for name in [name for name in sys.modules if name.partition(".")[0] == "megaclass"]:
     del sys.modules[name]  # imported again without what is removed
 # What multiprocessing has on Unix alone; torch has its own reference.

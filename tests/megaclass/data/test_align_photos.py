@@ -174,5 +174,5 @@ def test_a_line_without_landmarks_is_named(tmp_path):
 
 def test_landmarks_that_are_not_text_are_an_error_that_names_the_line(tmp_path):
     (tmp_path / "points").write_bytes(b"\xff\xfe\n\n\x93NUMPY\xff\n")
-    with pytest.raises(DataError, match="Line 3 of .*points"):
+    with pytest.raises(DataError, match=r"Line 3 of .*points"):
         read_points(tmp_path / "points")

@@ -22,8 +22,7 @@ import megaclass
 from megaclass.data import loader as loader_module
 from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.loading import choose, pool
-from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
-from megaclass.data.loading.choose import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings, available_cores, choose_processes, cores_of_rank
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize

@@ -204,6 +204,6 @@ def test_identities_stay_apart_whose_names_would_be_one_folder(tmp_path):
     source = open_source(tmp_path / "own")
     unpack(source, tmp_path / "out", class_names=[b"a/b", b"a_b", b"a_b (2)", b"c"])
     assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == ["a_b", "a_b (2)", "a_b (3)", "c"]
-    with pytest.raises(DataError, match="Cannot write .*too long"):
+    with pytest.raises(DataError, match=r"Cannot write .*too long"):
         unpack(source, tmp_path / "long", class_names=[b"x" * 300] * 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "own"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import io
 import json
 import signal
 import socket

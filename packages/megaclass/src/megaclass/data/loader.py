@@ -193,7 +193,9 @@ class BatchLoader:
         self.is_resident = is_resident
         self._resident: _ResidentImages | None = None
         num_bytes = 0 if isinstance(source, TensorSource) else plan.max_rows * math.prod(self.image_size) * 3
-        self._memory = ReusedMemory(batches_of_threads(self.num_workers) * num_bytes)
+        # Batches that wait, those in the making, and two that the caller has.
+        num_batches = _prefetched(self.num_workers) + self.num_workers + 2
+        self._memory = ReusedMemory(num_batches * num_bytes)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -347,11 +349,6 @@ class _ResidentImages:
         places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
         images = self.images_NHW3[places]
         return images.permute(0, 3, 1, 2) if images.ndim == 4 else images, self.labels_N[places], shown_B, places
-
-
-def batches_of_threads(num_threads: int) -> int:
-    """Returns how many batches are in memory at most: those that wait, those in the making, and two that the caller has."""
-    return _prefetched(num_threads) + num_threads + 2
 
 
 def _prefetched(num_threads: int) -> int:

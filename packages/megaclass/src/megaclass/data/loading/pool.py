@@ -77,11 +77,6 @@ Piece = tuple[int, int, int]
 """A step, counted across epochs, and the rows [first, stop) of this rank's batch that one worker fills."""
 
 
-def num_slots(batch_bytes: int) -> int:
-    """Returns how many batches of this size the shared memory of the loader processes of one rank holds."""
-    return min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes)) + _NUM_HELD
-
-
 BatchTensors = tuple[Tensor, Tensor, NDArray[np.int64], Tensor]
 """Images, uint8 (B, 3, H, W) in the channels-last layout; labels; indices on the host, and where the images are."""
 
@@ -318,7 +313,7 @@ class LoaderProcesses:
         self._settings, self._reader, self._bad_images = settings, reader, bad_images
         plan = reader.plan
         height, width = plan.image_size
-        slots = num_slots(plan.max_rows * height * width * 3)
+        slots = _NUM_HELD + min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // (plan.max_rows * height * width * 3)))
         # A batch is cut into pieces: the first one is there sooner than with a batch per process, and fewer slots suffice.
         self._num_pieces = max(1, min(settings.num_processes, plan.max_rows // _MIN_PIECE_ROWS))
         num_ahead = (slots - _NUM_HELD) * self._num_pieces
