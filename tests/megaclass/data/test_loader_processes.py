@@ -500,3 +500,21 @@ def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
     with pytest.raises(DataError, match=r"need 1\.0 GiB of GPU memory, more than 70% of the 1\.0 GiB that are free"):
         loader_module._require_room(2**30, GPU)
+
+
+WITHOUT_PIDFD = """
+import os, threading
+from multiprocessing import Pipe
+from megaclass.data.loading import pool
+def refuse(pid):
+    raise OSError(38, "Function not implemented")
+os.pidfd_open = refuse
+theirs, ours = Pipe(duplex=False)
+threading.Timer(0.5, ours.close).start()
+pool._run_worker(theirs, os.getppid(), os.write, (1, b"the loop runs"))
+"""
+
+
+@pytest.mark.ranks
+def test_a_worker_runs_on_a_kernel_without_pidfd_and_ends_with_its_pipe():
+    assert subprocess.check_output([sys.executable, "-c", WITHOUT_PIDFD]) == b"the loop runs"

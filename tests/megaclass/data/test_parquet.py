@@ -9,6 +9,7 @@ from PIL import Image
 from tests.commands import ended_in_this_process
 
 from megaclass.data.sources.open_source import format_of, open_source
+from megaclass.data.sources.parquet import as_records
 from megaclass.errors import DataError
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'megaclass[parquet]'")
@@ -182,3 +183,11 @@ def test_texts_and_numbers_are_not_mixed(tmp_path):
     pq.write_table(table(["anna", "bert"])[0], tmp_path / "part-1.parquet")
     with pytest.raises(DataError, match="mixes texts and numbers"):
         open_source(tmp_path)
+
+
+def test_what_a_killed_conversion_has_left_is_removed(tmp_path):
+    pq.write_table(table([0, 1])[0], tmp_path / "a.parquet")
+    made = as_records(str(tmp_path / "a.parquet"))
+    left = made.with_name(f".{made.name[:32]}.host.17.0123abcd.tmp")
+    made.rename(left)
+    assert as_records(str(tmp_path / "a.parquet")) == made and made.is_dir() and not left.exists()

@@ -252,7 +252,7 @@ def test_fsspec_reads_other_places_in_the_same_way(serve, tmp_path):
     memory = fsspec.filesystem("memory")
     memory.put(str(tmp_path / "own"), "/bucket/faces", recursive=True)
     assert contents(open_source("memory://bucket/faces")) == contents(open_source(tmp_path / "own"))
-    copied = json.loads((remote.cache_folder("remote", "memory://bucket/faces") / "copy.json").read_text())
+    copied = json.loads((remote.cache_folder("remote", "memory://bucket/faces") / ".copy.json").read_text())
     assert copied["files"] == 6
 
 
@@ -275,3 +275,14 @@ def test_a_file_whose_size_is_not_known_is_read_to_its_end(tmp_path):
 
     remote._fetch_file(Files(), {"path": "other/file"}, tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_file_of_any_name_is_copied_and_parts_of_earlier_versions_are_removed(serve, tmp_path):
+    server = serve()
+    draw(tmp_path / "served/faces", num_images=1)
+    (tmp_path / "served/faces/copy.json").write_text("{}")
+    folder = remote.cache_folder("remote", f"{server.address}/faces")
+    folder.mkdir(parents=True)
+    (folder / ".copy.json.0123456789abcdef.part").write_text("an earlier version")
+    assert open_source(f"{server.address}/faces").num_images == 3
+    assert (folder / "copy.json").read_text() == "{}" and not list(folder.rglob("*.part"))

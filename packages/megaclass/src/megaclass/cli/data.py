@@ -89,7 +89,7 @@ align: align photos of faces by five landmarks, given or found by an ONNX detect
   --out          path!           folder to write; run again to continue
   or --points    path FILE       text file with a line name x1 y1 … x5 y5 per photo
   or --detector  path FILE.onnx  face detector in the layout of SCRFD or RetinaFace
-  --size         int=112         side length of the crops in pixels
+  --size         positive=112    side length of the crops in pixels
   --format       png|jpg=png     format of the crops
   --threads      cores="one per core" N    number of threads that read and align
   @json
@@ -103,7 +103,7 @@ stage: copy data into memory before a run, or remove such a copy
 bench: measure images per second by stage: read, decode, collate, loader, augment
   @path
   --threads  cores="one per core" N    number of threads that read
-  --batch    int=256     images per batch
+  --batch    positive=256     images per batch
   --seconds  float=2.0   seconds per stage
   --device   text=cpu    device of the augmentations: cpu or cuda
   @json

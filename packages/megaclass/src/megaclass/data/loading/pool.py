@@ -212,10 +212,15 @@ def _run_worker(
 ) -> None:
     """Runs the worker's loop in a thread; the main thread ends the process when its rank closes the lifeline or is gone."""
     threading.Thread(target=_loop_or_exit, args=(loop, arguments), name="decode", daemon=True).start()
-    with contextlib.suppress(ProcessLookupError):
+    watched: list[Any] = [lifeline]
+    try:
         # The pipe alone is not enough: a process that the rank had forked may still hold its other end.
-        rank_handle = os.pidfd_open(rank)
-        connection.wait([lifeline, rank_handle])
+        watched.append(os.pidfd_open(rank))
+    except ProcessLookupError:
+        os._exit(0)
+    except OSError:
+        pass  # Kernels before 5.3 and some containers do not have it.
+    connection.wait(watched)
     # Without waiting for a thread that may be inside a decoder.
     os._exit(0)
 

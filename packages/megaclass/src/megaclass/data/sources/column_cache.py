@@ -7,6 +7,7 @@ modification times. If neither folder takes it, every process keeps the columns 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -74,7 +75,8 @@ def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: 
                     return _open(folder / name, stamp) or Columns(*built)
                 finally:
                     # Data folders stay clean. At worst two processes then build at once, and both write the same.
-                    lock.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # Windows keeps an open file
+                        lock.unlink()
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror or error}")
     return Columns(*(built or build()), "; ".join(reasons))

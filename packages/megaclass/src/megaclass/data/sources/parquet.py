@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import re
+import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ def as_records(path: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with locked(folder.with_name(f".{folder.name}.lock")):
             if not folder.is_dir():
+                # What killed processes have left.
+                for left in folder.parent.glob(f".{folder.name[:16]}*.tmp"):
+                    shutil.rmtree(left)
                 _logger.info(f"converting {len(files)} files of {place} to {folder}")
                 with published_folder(folder) as unfinished:
                     _convert(_Table.of(files, choices), unfinished)

@@ -3,13 +3,14 @@
 fsspec lists and reads; which addresses work depends on the packages that are installed (s3fs, gcsfs, huggingface_hub,
 aiohttp). The copy lies in ~/.cache/megaclass/remote/HASH-NAME ($XDG_CACHE_HOME). A file is fetched in ranges of 8 MiB into a
 hidden file, whose name holds a hash of address, size and version of the original, and renamed when its size is right:
-an interrupted download continues at its last range, also in another process. copy.json tells that a copy is complete; it is
+an interrupted download continues at its last range, also in another process. .copy.json tells that a copy is complete; it is
 used from then on without asking the server. One process per host fetches and the others wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -33,7 +34,8 @@ _NUM_THREADS = 8
 # Waits of 1, 2, 4, 8 and 16 seconds between the attempts.
 _NUM_ATTEMPTS = 6
 _SILENCE_S = 60.0
-_COMPLETE_FILE = "copy.json"
+# A file of the original never has this name: those that start with a dot are left out.
+_COMPLETE_FILE = ".copy.json"
 Result = TypeVar("Result")
 
 
@@ -127,7 +129,7 @@ def _listed(files: Any, top: str, is_pattern: bool) -> Iterator[tuple[str, dict[
         # Index pages of web servers also link to sorted views of themselves, and to places elsewhere.
         if info.get("type") != "file" or not path.startswith(f"{start}/") or "?" in name or not parts:
             continue
-        if ".." in parts or "\0" in name or name == _COMPLETE_FILE:
+        if ".." in parts or "\0" in name:
             raise DataError(f"{top} lists a file named {name!r}, which cannot be copied. Do not trust this place.")
         if not any(part.startswith(".") for part in parts):
             yield name, {**info, "path": path}
@@ -160,6 +162,9 @@ def _fetch_file(files: Any, info: dict[str, Any], target: Path) -> None:
             _with_retries(lambda: _stream(files, path, size, file), path)
     flush(unfinished)
     unfinished.replace(target)
+    # Parts of a version that the server no longer has.
+    for old in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        old.unlink()
 
 
 def _gives_ranges(files: Any, path: str) -> bool:
