@@ -99,10 +99,14 @@ def _stamp(paths: Sequence[Path]) -> str:
 def _cache_folders(data: Path) -> list[Path]:
     """Returns the folder of the data, then one in the user's cache folder, if the user has one."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME and an unknown user, as in containers
+        return [data, user_cache() / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
+    except RuntimeError:
         return [data]
-    return [data, base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
+
+
+def user_cache() -> Path:
+    """Returns the package's folder in the user's cache. RuntimeError: no HOME and an unknown user, as in containers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaclass"
 
 
 def _write(path: Path, stamp: dict[str, Any], facts: dict[str, Any], arrays: Sequence[NDArray[np.int64]]) -> None:

@@ -14,7 +14,6 @@ import glob
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from megaclass.data.ordered_map import ordered_map
+from megaclass.data.sources.column_cache import user_cache
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
 from megaclass.progress import progress_bar
@@ -56,11 +56,11 @@ def copy_of(address: str) -> Path:
 def cache_folder(kind: str, key: str) -> Path:
     """Returns the folder of the user's cache for a key; it need not exist."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = user_cache()
     except RuntimeError:
         raise DataError(f"There is no home folder for a copy of {key}: set XDG_CACHE_HOME to a folder.") from None
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", PurePosixPath(key).name)[-40:]
-    return base / "megaclass" / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
+    return base / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
 
 
 def fetch(address: str) -> Path:
