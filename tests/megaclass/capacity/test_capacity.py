@@ -3,11 +3,12 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megaclass.capacity.job import GIB, GPUS, PlannedJob, known_gpu
+from megaclass.capacity.job import GIB, GPUS, PlannedJob, gpu_named
 from megaclass.capacity.memory import plan_memory
 from megaclass.capacity.plan import _checkpoint_bytes, make_plan, plan_text
 from megaclass.capacity.speed import exchanges, step_time
@@ -216,5 +217,20 @@ def test_the_decode_rate_is_measured_on_the_data_of_the_recipe(
     )
 
 
-def test_a_gpu_is_recognised_by_its_name_and_memory() -> None:
-    assert known_gpu("NVIDIA A100-SXM4-40GB", 42_400_000_000) is GPUS["a100-40"] and known_gpu("abacus", None) is None
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.5, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, "a100-40"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, "rtx4090"),
+        ("Abacus", 1.0, "h200"),
+    ],
+)
+def test_the_gpu_of_this_machine_is_recognised_by_its_name_and_has_its_own_memory(
+    monkeypatch: pytest.MonkeyPatch, name: str, gib: float, known: str
+) -> None:
+    here = SimpleNamespace(name=name, total_memory=round(gib * GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    memory = GPUS["h200"].memory if known == "h200" else here.total_memory
+    assert gpu_named(None) == replace(GPUS[known], memory=memory)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image
-from megaclass.data.loading.reader import BadImages
+from megaclass.data.loading.reader import BadImages, read_image
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
@@ -82,7 +82,7 @@ class _SoundImages:
         if index in self._bad.indices:
             return None
         try:
-            encoded = self._source.read(index)
+            encoded = read_image(self._source, index)
             decode_image(encoded, self._source.name_of(index))
         except DataError as error:
             self._bad.add_bad(index, error)
