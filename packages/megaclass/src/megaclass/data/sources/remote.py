@@ -95,7 +95,7 @@ def _fetch_all(address: str, folder: Path) -> None:
     except (ValueError, ImportError) as error:
         raise DataError(f"Cannot read {address}: {error}") from error
     is_web = address.startswith("http")
-    # What follows the ? of a web address, such as a signature, is no part of the name.
+    # What follows the ? of a web address, such as a signature, is not part of the name.
     place = top.partition("?")[0] if is_web else top
     is_pattern = bool(set("*?[") & set(place))
     if is_web:
