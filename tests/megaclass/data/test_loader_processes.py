@@ -469,10 +469,11 @@ def test_memory_that_cannot_be_had_is_an_error_before_the_first_batch(folder, mo
     def refuse(handle, offset, length):
         raise OSError(12, "Cannot allocate memory")
 
+    loader = in_processes(folder, 2, global_batch=16)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     monkeypatch.setattr(pool, "start_fork_server", None)
     with pytest.raises(DataError, match=r"no memory for \d+ batches of 16 images.*data\.workers"):
-        next(in_processes(folder, 2, global_batch=16).batches())
+        next(loader.batches())
 
 
 @pytest.mark.ranks
