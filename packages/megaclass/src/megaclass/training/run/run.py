@@ -23,8 +23,7 @@ from megaclass.config.schema import CLASS_MEANS, Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
-from megaclass.data.loading.choose import choose_processes
-from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings, choose_processes
 from megaclass.data.sources.open_source import check_source, has_notation, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource, TensorSource, first_labels, require_one_label
 from megaclass.data.tools.inspect import survey_sizes
