@@ -253,3 +253,10 @@ def test_fsspec_reads_other_places_in_the_same_way(serve, tmp_path):
     assert contents(open_source("memory://bucket/faces")) == contents(open_source(tmp_path / "own"))
     copied = json.loads((remote.cache_folder("remote", "memory://bucket/faces") / "copy.json").read_text())
     assert copied["files"] == 6
+
+
+def test_an_address_that_was_a_path_is_one_still(serve, tmp_path):
+    server = serve()
+    draw(tmp_path / "served/faces")
+    address = f"{server.address}/faces"
+    assert contents(open_source(Path(address))) == contents(open_source(address))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,9 @@ from megaclass.evaluation.protocols.classification import (
     labelled_images,
     numbers_of,
 )
-from megaclass.evaluation.results import read_results
+from megaclass.evaluation.results import read_results, remarks_on
 from megaclass.evaluation.search import search
+from megaclass.evaluation.sets import classification_set
 
 _CPU = torch.device("cpu")
 _CLASSES, _PER_CLASS, _WIDTH = 37, 3, 8
@@ -260,3 +262,20 @@ def test_a_model_without_centres_says_how_to_get_them(make_run, tmp_path, pictur
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "out"), "--classify", str(folder)]) == 2
     assert "has no class centres, so it cannot classify: give the run folder" in capsys.readouterr().out
+
+
+def test_inner_products_are_of_one_flip_and_their_numbers_say_so(tmp_path, picture, network):
+    names = [f"class-{number}" for number in range(3)]
+    folder = _folder(tmp_path / "set", picture, names, range(2))
+    weight = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    centres = replace(centres_in_memory(weight, names), is_cosine=False)
+    evaluator = Evaluator(network=network, image_size=32, device=_CPU, centres=centres.shard)
+    one = EvaluationSet(name="set", kind="classification", path=folder)
+    result = ClassificationProtocol().evaluate(evaluator, one)
+    assert remarks_on(result)[0] == "Without the embeddings of mirrored images."
+
+
+def test_a_set_in_the_working_folder_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "holdout").mkdir()
+    monkeypatch.chdir(tmp_path / "holdout")
+    assert classification_set(Path(".")).name == "holdout-classes"

@@ -228,3 +228,8 @@ def test_a_list_from_a_stranger_does_not_choose_which_files_the_page_of_a_search
         assert _place(gallery, name) is None, name
     # The paths of a folder are those that the index has found there.
     assert _place(tmp_path, str(tmp_path / "secret.png")) == tmp_path / "secret.png"
+
+
+def test_a_path_of_the_hub_keeps_its_address():
+    with pytest.raises(CheckpointError, match=r"Cannot read 'hf://name': expected hf://user/name"):
+        megaclass.load(Path("hf://name"))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -83,6 +84,15 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
+
+
+def saved_settings(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Returns the settings of the run by section, as the checkpoint in the folder states them."""
+    try:
+        settings = tomllib.loads(manifest.config)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"The settings in {folder} cannot be read: {error}.") from error
+    return {name: section for name, section in settings.items() if isinstance(section, dict)}
 
 
 def _check_types(manifest: Manifest) -> None:

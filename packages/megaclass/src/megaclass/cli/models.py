@@ -237,10 +237,11 @@ def _classify(options: argparse.Namespace, given: list[str]) -> int:
         if options.json:
             print(json.dumps({"image": str(image), **asdict(one)}))
             continue
-        print(f"{image}{'' if one.is_known else ': unknown; the closest classes are'}")
+        print(plain_text(f"{image}{'' if one.is_known else ': unknown; the closest classes are'}"))
         for place, guess in enumerate(one.guesses, start=1):
             chance = "" if guess.probability is None else f"  {guess.probability:6.1%}"
-            print(f"  {place:3}  {guess.cosine:6.3f}{chance}  {guess.name}")
+            # The names come with the model, from anyone.
+            print(f"  {place:3}  {guess.cosine:6.3f}{chance}  {plain_text(guess.name)}")
     if found[0].guesses[0].probability is None:
         _logger.info(
             "no probabilities: megaclass evaluate RUN --classify DATA fits their temperature on labelled images"

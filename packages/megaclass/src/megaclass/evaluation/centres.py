@@ -4,7 +4,6 @@ Letters: C classes, R = C x M rows (the M sub-centres of a class are adjacent), 
 """
 
 import itertools
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megaclass.checkpoint.class_names import ClassList, saved_classes
 from megaclass.checkpoint.load import newest_whole
-from megaclass.checkpoint.manifest import read_manifest
+from megaclass.checkpoint.manifest import read_manifest, saved_settings
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.search import GalleryShard, rows_of_rank, search, unit_rows_or_zero
 
@@ -154,9 +153,8 @@ def read_run_centres(run: Path) -> ModelCentres:
             first += num_rows
         return parts[1] if len(parts) == 2 else torch.cat(parts)
 
-    similarity = tomllib.loads(manifest.config).get("head", {}).get("similarity")
-    classes = saved_classes(folder, manifest)
-    return ModelCentres(classes=classes, num_rows=total, rows=rows, is_cosine=similarity != "inner")
+    is_cosine = saved_settings(folder, manifest).get("head", {}).get("similarity") != "inner"
+    return ModelCentres(classes=saved_classes(folder, manifest), num_rows=total, rows=rows, is_cosine=is_cosine)
 
 
 def read_exported_centres(path: Path) -> ModelCentres:

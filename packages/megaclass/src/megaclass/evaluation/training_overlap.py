@@ -70,7 +70,10 @@ def training_data_line(numbers: Mapping[str, Any]) -> str:
         return f"WARNING: {sentence}. Hold some out first: megaclass data split."
     if said["is_held_out"]:
         return f"Its identities were held out of training; {sentence}."
-    return f"{sentence[0].upper()}{sentence[1:]}; other images of the same people may be in the training data."
+    return (
+        f"{sentence[0].upper()}{sentence[1:]}; other images of the same people may be in the training data: "
+        f"`megaclass data clean RUN --tests SET` looks for them."
+    )
 
 
 def describe_overlap(numbers: Mapping[str, int]) -> str:

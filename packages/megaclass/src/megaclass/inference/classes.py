@@ -1,5 +1,6 @@
 """Classification with a trained model: the closest classes of an image, and classes that are added without training."""
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from megaclass.checkpoint.class_names import class_list
 from megaclass.data.decode import Fit
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import require_one_label
-from megaclass.errors import CheckpointError, DataError
+from megaclass.errors import DataError
 from megaclass.evaluation.centres import ModelCentres, centres_in_memory
 from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import SetResult
@@ -26,6 +27,7 @@ from megaclass_launch.errors import ConfigError
 if TYPE_CHECKING:
     from megaclass.inference.loaded_model import LoadedModel
 
+_logger = logging.getLogger("megaclass.inference")
 # The search sets torch's precision of products, which is a setting of the whole process.
 _lock = threading.Lock()
 
@@ -120,16 +122,17 @@ def with_added_classes(model: "LoadedModel", folder: Path, *, fit: Fit | None, m
     source = open_source(folder)
     require_one_label(source, "Adding classes")
     added = [name.decode(errors="replace") for name in class_list(str(folder), source).names()]
-    try:
-        if not model.centres.is_cosine:
-            raise ConfigError(
-                f"{model.name} compares images with classes by inner products, for which the mean of a class's embeddings is "
-                f"no centre: train it with the new classes (megaclass train … train.init_centres={model.name})."
-            )
+    if not model.has_centres:
+        _logger.info("%s has no class centres: the new model knows the %s new classes only", model.name, len(added))
+        old_rows, old_names, rows_per_class = torch.empty(0, model.embedding_dim), [], 1
+    elif model.centres.is_cosine:
         old_rows, old_names = model.centres.all_rows(), model.class_names
         rows_per_class = model.centres.rows_per_class
-    except (DataError, CheckpointError):
-        old_rows, old_names, rows_per_class = torch.empty(0, model.embedding_dim), [], 1
+    else:
+        raise ConfigError(
+            f"{model.name} compares images with classes by inner products, for which the mean of a class's embeddings is "
+            f"no centre: train it with the new classes (megaclass train … train.init_centres={model.name})."
+        )
     if same := sorted(set(added) & set(old_names)):
         raise DataError(
             f"{model.name} already knows {len(same)} of the {len(added)} classes of {folder}, such as {same[0]!r}: rename or "

@@ -17,7 +17,7 @@ from megaclass.data.decode import Fit
 from megaclass.data.fingerprint import source_hash
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.sources.source import ImageSource
+from megaclass.data.sources.source import ImageSource, TensorSource, require_one_label
 from megaclass.data.tools.pack import PackOptions, PackResult, pack
 from megaclass.data.tools.split import SplitPart
 from megaclass.errors import DataError
@@ -46,6 +46,9 @@ def review(
     model: LoadedModel, source: ImageSource, tests: Sequence[Path] = (), fit: Fit | None = None
 ) -> list[LabelFinding]:
     """Embeds all images and returns the findings. tests: labelled images or .bin files whose identities must not be in it."""
+    if isinstance(source, TensorSource):
+        raise DataError(f"Only images are looked at, not {source.describe()}.")
+    require_one_label(source, "A review of labels")
     fit = fit or model.treatment.fit
     rows_ND = _embedded(model, SourceImages(source=source, image_size=model.image_size, fit=fit))
     labels_N = np.asarray(source.labels)
@@ -153,7 +156,8 @@ def _card(
 def read_list(path: Path, source: ImageSource) -> list[LabelFinding]:
     """Reads the list, which a person may have edited; each mistake is named with its line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Spreadsheets begin a file with a byte order mark. Names may hold the line breaks of other alphabets.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read the list {path}: {error}.") from error
     mark = f"{_MARK}{source_hash(source)}"
@@ -207,15 +211,17 @@ def apply(
 ) -> PackResult:
     """Writes the data as the findings say into a new folder: moved and removed images, merged and removed classes."""
     labels_N = np.array(source.labels, dtype=np.int64)
-    is_kept_N = ~np.isin(labels_N, [one.label for one in findings if one.action == "remove" and one.image < 0])
     for one in findings:
-        if one.action == "remove" and one.image >= 0:
-            is_kept_N[one.image] = False
-        elif one.action == "move":
+        if one.action == "move":
             labels_N[one.image] = one.other
+    merged_C = merged_classes(findings, source.num_classes)
+    removed = [one for one in findings if one.action == "remove"]
+    # Images that are moved to a removed class go with it, and so does a class that is merged with it: it is the same identity.
+    is_kept_N = ~np.isin(merged_C[labels_N], [merged_C[one.label] for one in removed if one.image < 0])
+    is_kept_N[[one.image for one in removed if one.image >= 0]] = False
     if not is_kept_N.any():
         raise DataError(f"Nothing is left of {source.describe()}: the list removes every image.")
-    made = _Relabelled(source, np.flatnonzero(is_kept_N), merged_classes(findings, source.num_classes)[labels_N])
+    made = _Relabelled(source, np.flatnonzero(is_kept_N), merged_C[labels_N])
     # Two sets may call different identities the same.
     taken: Counter[str] = Counter()
     text = b""

@@ -322,16 +322,20 @@ class LoadedModel:
         """Temperature and rejection, from the run's evaluation or an exported model's config.json."""
         return self.stated_class_facts if self._results is None else facts_of_results(self._results)
 
+    @property
+    def has_centres(self) -> bool:
+        """False for a model that cannot classify: a backbone without the class centres of its training."""
+        return self.path.is_dir() or (self.path.parent / CENTRES_FILE).is_file()
+
     @functools.cached_property
     def centres(self) -> ModelCentres:
         """The class centres: of the run's checkpoint, or of the centres.safetensors next to an exported model."""
-        file = self.path.parent / CENTRES_FILE
-        if file.is_file() and not self.path.is_dir():
-            found = read_exported_centres(file)
-        elif self.run is not None and self.path.is_dir():
+        if not self.has_centres:
+            raise DataError(no_centres(self.name))
+        if self.run is not None and self.path.is_dir():
             found = read_run_centres(self.run)
         else:
-            raise DataError(no_centres(self.name))
+            found = read_exported_centres(self.path.parent / CENTRES_FILE)
         width = found.rows(0, 1).shape[1]
         if width != self.embedding_dim and (found.is_cosine or width != self.embedding_dim + 1):
             raise DataError(

@@ -44,6 +44,7 @@ from megaclass.evaluation.protocol import (
 )
 from megaclass.evaluation.protocols.intervals import wilson_interval
 from megaclass.evaluation.search import GalleryShard, Neighbours, search
+from megaclass.image_size import has_rows
 
 Floats = NDArray[np.float64]
 TOP = (1, 5)
@@ -84,7 +85,8 @@ class ClassificationProtocol(EvaluationProtocol):
         )
         images = images_of_source(source, evaluator.image_size, evaluator.fit)
         # The sum of two embeddings has the direction of their mean, but not its length.
-        evaluator = replace(evaluator, mirror=evaluator.mirror and centres.is_cosine)
+        is_mirrored = evaluator.mirror and centres.is_cosine
+        evaluator = replace(evaluator, mirror=is_mirrored)
         rows_ND = torch.as_tensor(centres.probes(evaluator.embed(images).sums_ND), device=device)
         scale, fitted = fitted_scale(rows_ND, labels_N, centres.shard, device=device, group=group)
         found = search(
@@ -105,6 +107,7 @@ class ClassificationProtocol(EvaluationProtocol):
             "num_model_classes": centres.classes.num_classes,
             "num_unknown_classes": len(np.unique(unknown)),
             "matched_by": matched,
+            **({} if is_mirrored or has_rows(evaluator.image_size) else {"mirror": False}),
         }
         return self.result(one, numbers, examples=examples)
 

@@ -131,7 +131,7 @@ class PairProtocol(EvaluationProtocol):
             return []
         found = [EvaluationSet(name=one.stem, kind=self.kind, path=one) for one in sorted(path.glob("*.bin"))]
         if (path / "pairs.txt").is_file():
-            found.append(EvaluationSet(name=path.name, kind=self.kind, path=path / "pairs.txt"))
+            found.append(EvaluationSet(name=path.absolute().name, kind=self.kind, path=path / "pairs.txt"))
         return found
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
