@@ -278,4 +278,4 @@ def test_inner_products_are_of_one_flip_and_their_numbers_say_so(tmp_path, pictu
 def test_a_set_in_the_working_folder_has_its_name(tmp_path, monkeypatch):
     (tmp_path / "holdout").mkdir()
     monkeypatch.chdir(tmp_path / "holdout")
-    assert classification_set(Path(".")).name == "holdout-classes"
+    assert classification_set(Path()).name == "holdout-classes"

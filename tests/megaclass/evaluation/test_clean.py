@@ -216,5 +216,5 @@ def test_the_list_survives_a_spreadsheet_and_names_with_the_line_breaks_of_other
 def test_only_images_with_one_label_each_are_looked_at(tmp_path):
     features = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     source = open_source(write_features(features, np.repeat(np.arange(3), 2), tmp_path / "features"))
-    with pytest.raises(DataError, match="Only images are looked at, not .*6 rows of 3 classes"):
+    with pytest.raises(DataError, match=r"Only images are looked at, not .*6 rows of 3 classes"):
         review(None, source)
