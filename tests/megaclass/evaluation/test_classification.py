@@ -45,14 +45,12 @@ def _case(num_images: int = 203) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     return rows.astype(np.float32), labels, centres.astype(np.float32), rng.integers(0, 12, _CLASSES)
 
 
-def _on_this_rank(max_block_bytes: int | None = None) -> dict:
+def _on_this_rank() -> dict:
     rows, labels, centres, counts = _case()
     shard = centres_in_memory(torch.from_numpy(centres), [str(c) for c in range(_CLASSES)]).shard()
     rows_ND = torch.from_numpy(rows)
     scale, fitted = fitted_scale(rows_ND, labels, shard.shard, device=_CPU)
-    found = search(
-        rows_ND, shard.shard, k=5, device=_CPU, probe_labels_P=labels, scale=scale, max_block_bytes=max_block_bytes
-    )
+    found = search(rows_ND, shard.shard, k=5, device=_CPU, probe_labels_P=labels, scale=scale)
     numbers = numbers_of(found, labels, scale=scale, fitted=fitted, num_images_C=counts)
     return numbers | {"fitted": fitted.tolist(), "best": found.other_indices_Pk[:, 0].tolist()}
 
@@ -118,7 +116,8 @@ def test_the_numbers_are_those_of_looping_over_all_classes():
 
 def test_blocks_are_joined(monkeypatch):
     monkeypatch.setattr("megaclass.evaluation.search._MAX_GALLERY_BLOCK", 8)
-    _check(_on_this_rank(max_block_bytes=200))
+    monkeypatch.setattr("megaclass.evaluation.search._BLOCK_BYTES", {"cpu": 200})
+    _check(_on_this_rank())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

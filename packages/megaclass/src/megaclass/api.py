@@ -37,7 +37,7 @@ from megaclass.data.sources.features import write_features
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError, TrainError
 from megaclass.metrics_file import read_metrics, read_summary
-from megaclass.progress import bar_on_demand
+from megaclass.progress import bar_on_demand, no_progress
 from megaclass.training.choose_recipe import choose_recipe, run_name
 from megaclass.training.model.build import build_margin
 from megaclass.training.run.folder import RunFolder
@@ -505,7 +505,7 @@ def evaluate(
             centres=lambda: loaded.class_shard(training_data),
         )
         for one in sets_of_main_rank(lambda: _sets(paths, labelled, *others), loaded.device):
-            with bar_on_demand(f"evaluating {one.name}") if world.is_main else nullcontext() as on_progress:
+            with bar_on_demand(f"evaluating {one.name}") if world.is_main else nullcontext(no_progress) as on_progress:
                 [result] = evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
             if world.is_main and training_data is not None:
                 [result] = compared_with_training_data([result], open_source(training_data), training_data)

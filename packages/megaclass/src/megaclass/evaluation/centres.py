@@ -19,6 +19,7 @@ from megaclass.checkpoint.load import newest_whole
 from megaclass.checkpoint.manifest import read_manifest, saved_settings
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.search import GalleryShard, rows_of_rank, search, unit_rows_or_zero
+from megaclass.progress import OnProgress, no_progress
 
 CENTRES_FILE = "centres.safetensors"
 _BLOCK_ROWS = 2**16
@@ -100,6 +101,33 @@ class ModelCentres:
         own = rows_of_rank(self.num_classes, group)
         rows_RD = self.rows(own.start * self.rows_per_class, own.stop * self.rows_per_class)
         return ClassShard.of(rows_RD, own.start, self.classes, len(own), is_cosine=self.is_cosine)
+
+
+def compared_with_centres(
+    unit_PD: Tensor,
+    labels_P: NDArray[np.int64],
+    centres: ModelCentres,
+    device: torch.device,
+    on_progress: OnProgress = no_progress,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Compares unit rows with all centres, one block of centres at a time, in this process alone.
+
+    Returns (P,) the cosine with the own class, the highest cosine with another class, and the number of that class.
+    """
+    own_P, other_P = np.full((2, len(labels_P)), -np.inf, dtype=np.float32)
+    others_P = np.zeros(len(labels_P), dtype=np.int64)
+    for first, rows in centres.blocks():
+        stop = first + len(rows)
+        classes_B = np.arange(first, stop) // centres.rows_per_class
+        block = GalleryShard(embeddings_ND=rows, labels_N=classes_B, first=first, is_normalised=False)
+        found = search(unit_PD, block, k=1, device=device, probe_labels_P=labels_P, is_alone=True)
+        own_P = np.maximum(own_P, found.mate_scores_P.cpu().numpy())
+        scores_P = found.other_scores_Pk[:, 0].cpu().numpy()
+        classes_P = found.other_indices_Pk[:, 0].cpu().numpy() // centres.rows_per_class
+        others_P = np.where(scores_P > other_P, classes_P, others_P)
+        other_P = np.maximum(other_P, scores_P)
+        on_progress(stop, centres.num_rows)
+    return own_P, other_P, others_P
 
 
 def names_of(classes: ClassList, numbers: Collection[int]) -> dict[int, str]:
@@ -219,28 +247,14 @@ class CentreHealth:
 
 
 def centre_health(
-    centres: ModelCentres, *, device: torch.device, on_progress: Callable[[int, int], None] | None = None
+    centres: ModelCentres, *, device: torch.device, on_progress: OnProgress = no_progress
 ) -> CentreHealth:
     """Measures the centres in two passes; in memory are one block and the centres whose neighbours are searched."""
     num_subcentres = centres.rows_per_class
     probes_PD, rows_P, norms_R = _first_pass(centres, device)
     is_usable_R = np.isfinite(norms_R) & (norms_R > 0)
     classes_P = rows_P // num_subcentres
-    scores_P = np.full(len(rows_P), -np.inf, dtype=np.float32)
-    nearest_P = np.zeros(len(rows_P), dtype=np.int64)
-    # Second pass: every block is searched for neighbours of the sampled rows. Rows of the same class are mates of a probe
-    # and do not count as neighbours.
-    for first, rows in centres.blocks():
-        stop = first + len(rows)
-        classes_B = np.arange(first, stop) // num_subcentres
-        block = GalleryShard(embeddings_ND=unit_rows_or_zero(rows), labels_N=classes_B, first=first)
-        found = search(probes_PD, block, k=1, device=device, probe_labels_P=classes_P)
-        scores = found.other_scores_Pk[:, 0].cpu().numpy()
-        is_closer_P = scores > scores_P
-        scores_P = np.where(is_closer_P, scores, scores_P)
-        nearest_P = np.where(is_closer_P, found.other_indices_Pk[:, 0].cpu().numpy() // num_subcentres, nearest_P)
-        if on_progress is not None:
-            on_progress(stop, centres.num_rows)
+    _, scores_P, nearest_P = compared_with_centres(probes_PD, classes_P, centres, device, on_progress)
     pairs = _closest(scores_P, classes_P, nearest_P)
     names = centres.names_of({number for pair in pairs for number in pair})
     return CentreHealth(

@@ -1,7 +1,7 @@
 """Finds exact nearest neighbours: every probe is compared with every gallery entry, each rank searching its shard.
 
 Letters: P probes, N gallery entries in total, k neighbours kept per probe. A score is a cosine: the caller normalises the
-rows. The P x N scores never exist at once; there is one block of them at a time, of at most `max_block_bytes`.
+rows. The P x N scores never exist at once; there is one block of them at a time, of at most `_BLOCK_BYTES`.
 
 An entry with the label of a probe is a *mate* of the probe; all other entries are *others*.
 """
@@ -86,7 +86,6 @@ def search(
     probe_labels_P: NDArray[np.int64] | None = None,
     probe_keys_P: NDArray[np.int64] | None = None,
     group: dist.ProcessGroup | None = None,
-    max_block_bytes: int | None = None,
     scale: float | None = None,
     is_alone: bool = False,
 ) -> Neighbours:
@@ -109,7 +108,7 @@ def search(
     mates_P = torch.full((len(probes),), _NOTHING, device=device)
     log_sums_P = None if scale is None else torch.full((len(probes),), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
-    for here, first, block_PB in score_blocks(probes, gallery, device, probe_keys_P, max_block_bytes):
+    for here, first, block_PB in score_blocks(probes, gallery, device, probe_keys_P):
         if log_sums_P is not None and scale is not None:
             log_sums_P[here] = torch.logaddexp(log_sums_P[here], torch.logsumexp(scale * block_PB, dim=1))
         if labels_P is not None and gallery.labels_N is not None:
@@ -141,7 +140,6 @@ def score_blocks(
     gallery: GalleryShard,
     device: torch.device,
     probe_keys_P: NDArray[np.int64] | None = None,
-    max_block_bytes: int | None = None,
 ) -> Iterator[tuple[slice, int, Tensor]]:
     """Yields (probes, first entry in the shard, scores of the probes with the entries from there on).
 
@@ -151,7 +149,7 @@ def score_blocks(
     keys_P = None if probe_keys_P is None else torch.as_tensor(probe_keys_P, device=device)
     per_entry = gallery.rows_per_entry
     gallery_block = min(max(1, _MAX_GALLERY_BLOCK // per_entry), max(1, len(gallery)))
-    probe_block = max(1, (max_block_bytes or _BLOCK_BYTES[device.type]) // (4 * gallery_block * per_entry))
+    probe_block = max(1, _BLOCK_BYTES[device.type] // (4 * gallery_block * per_entry))
     with full_precision():
         for first in range(0, len(gallery), gallery_block):
             entries = slice(first, first + gallery_block)

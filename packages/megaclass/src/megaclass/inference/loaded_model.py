@@ -286,19 +286,15 @@ class LoadedModel:
         self,
         gallery: ImageInput | Sequence[ImageInput],
         *,
-        faiss: str | None = None,
         resize: bool = False,
         fit: Fit | None = None,
     ) -> ImageIndex:
         """Embeds a gallery to search in: a folder, a list of images, or an .npy file of `megaclass embed`.
 
         Images that cannot be read are left out and logged.
-
-        faiss: None searches exactly, with torch. A description for faiss's index_factory, such as "Flat" or "HNSW32",
-        searches with faiss (megaclass[retrieval]).
         """
         fit, mirror = self.treatment.chosen(fit, None, resize=resize)
-        return index_of(self, gallery, fit=fit, mirror=mirror, faiss=faiss)
+        return index_of(self, gallery, fit=fit, mirror=mirror)
 
     @functools.cached_property
     def _results(self) -> Sequence[SetResult] | None:

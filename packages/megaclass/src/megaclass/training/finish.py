@@ -41,7 +41,7 @@ from megaclass_launch.files import make_private_folder, write_text
 from megaclass_launch.messages import wrapped
 
 _logger = logging.getLogger("megaclass.training")
-_BASELINE = "pixel_baseline_accuracy"
+_BASELINE, _BASELINE_NAME = "pixel_baseline_accuracy", "raw pixels"
 _SUBCENTRES_FILE = "subcentres.tsv"
 # Faces in the report: classes, and images of each.
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
@@ -165,9 +165,9 @@ def _optional(what: str) -> Iterator[None]:
 def _write_baseline(folder: Path, result: SetResult, image_size: ImageSize, fit: Fit) -> float:
     """Writes what raw pixels achieve on the same pairs, which any model must beat; returns their accuracy."""
     scored = score_pixels(read_pairs(Path(result.path)), image_size=image_size, fit=fit, name=result.path)
-    baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
+    baseline = result_of_pairs(result.name, result.path, scored, encoded=None)
     make_private_folder(folder / BASELINES_FOLDER)
-    write_results(folder / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
+    write_results(folder / BASELINES_FOLDER / _BASELINE_NAME, {"baseline": _BASELINE_NAME}, [baseline])
     return scored.verification.accuracy
 
 

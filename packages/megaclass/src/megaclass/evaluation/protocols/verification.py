@@ -33,7 +33,7 @@ class Roc:
     """False accept rate: share of the different pairs called "same", never decreasing."""
     tar: Floats
     """True accept rate: share of the same pairs called "same", never decreasing."""
-    thresholds: Floats | None = None
+    thresholds: Floats
     """Squared distance up to which a pair is called "same" at each point; the first accepts nothing."""
 
 
@@ -103,7 +103,6 @@ class Verification(PairRates):
 class ScoredPairs:
     """The distances of one model on a set of pairs, and the numbers computed from them."""
 
-    name: str
     distances_N: Floats
     is_same_N: Booleans
     verification: Verification
@@ -120,18 +119,13 @@ def published_thresholds() -> Floats:
 
 
 def score_embeddings(
-    name: str,
-    embeddings_2ND: NDArray[Any],
-    is_same_N: NDArray[Any],
-    *,
-    xnorm: float | None = None,
-    num_folds: int = 10,
+    embeddings_2ND: NDArray[Any], is_same_N: NDArray[Any], *, xnorm: float | None = None, num_folds: int = 10
 ) -> ScoredPairs:
-    """Runs the published protocol on embeddings of 2N images. name: name of the model in a report."""
+    """Runs the published protocol on embeddings of 2N images."""
     distances_N = squared_distances(embeddings_2ND)
     verification = verify_distances(distances_N, is_same_N, num_folds=num_folds, xnorm=xnorm)
     return ScoredPairs(
-        name=name, distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification
+        distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification
     )
 
 
