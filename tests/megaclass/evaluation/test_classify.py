@@ -57,7 +57,7 @@ def test_names_cosines_and_probabilities_are_those_of_all_centres(run, folder, c
     assert math.isclose(sum(guess.probability for guess in model.classify(rows[0], top=6)[0].guesses), 1, rel_tol=1e-5)
 
     # At a rate of 0.1 the closest class must be above the measured threshold.
-    threshold = model.class_facts["reject"]["0.1"]["threshold"]
+    threshold = model.facts["classification"]["reject"]["0.1"]["threshold"]
     found = model.classify(rows, reject=0.1)
     assert [one.is_known for one in found] == (want.max(1) > threshold).tolist()
     assert len({one.is_known for one in found}) == 2, "some are accepted and some are not"

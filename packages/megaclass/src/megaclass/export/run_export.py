@@ -65,10 +65,8 @@ def export_model(
             f"{path} is an ONNX model, which has no parameters that could be exported. Export the run it came from."
         )
     run = path if path.is_dir() else None
-    config = _config(model, exporter)
-    # So that the exported model verifies with the thresholds of its run.
-    config["verification"] = dict(model.known_thresholds)
-    config["classification"] = dict(model.class_facts)
+    # The exported model verifies and rejects with the thresholds of its run.
+    config = {**_config(model, exporter), "verification": {}, "classification": {}, **model.facts}
     # A run whose checkpoints were deleted has no centres; its model is exported without them.
     if centres is None and model.has_centres:
         centres = model.centres

@@ -74,7 +74,7 @@ def classify(
     """Returns the closest classes of each row. reject: the share of unknown images that may be accepted."""
     if top < 1:
         raise DataError(f"Cannot name {top} classes per image: top must be at least 1.")
-    shard, names, facts = model.all_classes, model.class_names, model.class_facts
+    shard, names, facts = model.all_classes, model.class_names, model.facts.get("classification", {})
     threshold = None if reject is None else _threshold(facts, reject, model.name)
     stated = facts.get("temperature")
     temperature = float(stated) if stated is not None and is_number(stated) else 0.0

@@ -73,14 +73,8 @@ def _exported_file(folder: Path) -> Path | None:
 
 def _load_file(path: Path, device: torch.device, backbone: str | None) -> LoadedModel:
     said = read_config(path.parent)
-    points, facts = (
-        said.get(key) if said.get("file") == path.name else None for key in ("verification", "classification")
-    )
-    return replace(
-        _open_file(path, device, backbone),
-        points=points if isinstance(points, dict) else {},
-        stated_class_facts=facts if isinstance(facts, dict) else {},
-    )
+    facts = {key: said[key] for key in ("verification", "classification") if isinstance(said.get(key), dict)}
+    return replace(_open_file(path, device, backbone), stated_facts=facts if said.get("file") == path.name else {})
 
 
 def _open_file(path: Path, device: torch.device, backbone: str | None) -> LoadedModel:

@@ -23,7 +23,6 @@ from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.centres import CENTRES_FILE, ClassShard, ModelCentres, read_exported_centres, read_run_centres
 from megaclass.evaluation.embed import OnBad, embed_part
 from megaclass.evaluation.images import GivenImages, Images, Samples
-from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import no_centres
 from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
 from megaclass.image_size import ImageSize, compact_size, has_rows, height_and_width, input_shape, shown_size
@@ -138,11 +137,8 @@ class LoadedModel:
     """How training prepared images."""
     run: Path | None = None
     """Folder of the run, whose evaluation has the thresholds; None for a model file."""
-    points: Mapping[str, Any] = field(default_factory=dict)
-    """Thresholds by evaluation set, as config.json of an exported model states them."""
-
-    stated_class_facts: Mapping[str, Any] = field(default_factory=dict)
-    """Temperature and rejection of classification, as config.json of an exported model states them."""
+    stated_facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """See `facts`; as config.json of an exported model states them."""
 
     def __repr__(self) -> str:
         size = f"{'samples' if has_rows(self.image_size) else 'images'} of {shown_size(self.image_size)}"
@@ -297,26 +293,25 @@ class LoadedModel:
         return index_of(self, gallery, fit=fit, mirror=mirror)
 
     @functools.cached_property
-    def _results(self) -> Sequence[SetResult] | None:
-        """The run's evaluation of these weights; None if there is none."""
+    def facts(self) -> Mapping[str, Mapping[str, Any]]:
+        """What an evaluation of these weights has found: of the run, or as config.json of an exported model states it.
+
+        verification: thresholds and their rates by evaluation set. classification: temperature and rejection.
+        """
         if self.run is None or not (self.run / NUMBERS_FILE).is_file():
-            return None
+            return self.stated_facts
         if weights_in(self.run) != self.fingerprint():
             _logger.warning(
                 f"The evaluation in {self.run} is of other weights: it gives no thresholds. Evaluate again."
             )
-            return None
-        return read_results(self.run)
+            return {}
+        results = read_results(self.run)
+        return {"verification": points_of_results(results), "classification": facts_of_results(results)}
 
     @property
     def known_thresholds(self) -> Mapping[str, Any]:
-        """Thresholds and their rates by evaluation set, from the run's evaluation or an exported model's config.json."""
-        return self.points if self._results is None else points_of_results(self._results)
-
-    @property
-    def class_facts(self) -> Mapping[str, Any]:
-        """Temperature and rejection, from the run's evaluation or an exported model's config.json."""
-        return self.stated_class_facts if self._results is None else facts_of_results(self._results)
+        """Thresholds and their rates by evaluation set."""
+        return self.facts.get("verification", {})
 
     @property
     def has_centres(self) -> bool:

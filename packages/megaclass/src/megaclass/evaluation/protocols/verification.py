@@ -23,6 +23,7 @@ Booleans = NDArray[np.bool_]
 
 FAR_TARGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _ROUNDING = 1e-5
+_JSON_NAMES = {"tar_intervals": "tar_at_far_95", "published_tar": "published_tar_at_far_1e-3"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +54,7 @@ class PairRates:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for json.dump; TAR at FAR has keys such as "1e-3"."""
-        return {
-            "num_pairs": self.num_pairs,
-            "num_same": self.num_same,
-            "auc": self.auc,
-            "eer": self.eer,
-            "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
-            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
-        }
+        return {_JSON_NAMES.get(name, name): _plain(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,20 +77,6 @@ class Verification(PairRates):
     """TAR at FAR 1e-3 as InsightFace prints it: see `published_tar_at_far`."""
     xnorm: float | None = None
     """Mean norm of the embeddings before normalisation, over both flips; None for distances without embeddings."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **PairRates.to_json(self),
-            "accuracy": self.accuracy,
-            "accuracy_std": self.accuracy_std,
-            "threshold": self.threshold,
-            "threshold_far": self.threshold_far,
-            "threshold_at_far": {far_name(far): threshold for far, threshold in self.threshold_at_far.items()},
-            "fold_accuracies": list(self.fold_accuracies),
-            "fold_thresholds": list(self.fold_thresholds),
-            "published_tar_at_far_1e-3": self.published_tar,
-            "xnorm": self.xnorm,
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -286,6 +266,12 @@ def far_name(far: float) -> str:
     """Returns 1e-3 instead of Python's 0.001 or 1e-03."""
     mantissa, exponent = f"{far:e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {far_name(far): _plain(one) for far, one in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _checked(distances_N: NDArray[Any], is_same_N: NDArray[Any], num_folds: int) -> tuple[Floats, Booleans]:
