@@ -278,3 +278,14 @@ def test_a_set_in_the_working_folder_has_its_name(tmp_path, monkeypatch):
     (tmp_path / "holdout").mkdir()
     monkeypatch.chdir(tmp_path / "holdout")
     assert classification_set(Path()).name == "holdout-classes"
+
+
+def test_a_report_has_the_rows_of_every_model():
+    rows, labels, centres, counts = _case()
+    shard = centres_in_memory(torch.from_numpy(centres), [str(c) for c in range(_CLASSES)]).shard().shard
+    found = search(torch.from_numpy(rows), shard, k=5, device=_CPU, probe_labels_P=labels)
+    plain = numbers_of(found, labels, scale=None, fitted=np.array([]))
+    counted = numbers_of(found, labels, scale=None, fitted=np.array([]), num_images_C=counts)
+    titles = {title: [cell.text for cell in cells] for title, cells in ClassificationProtocol().rows([plain, counted])}
+    without, with_counts = titles["Top-1, classes with 3-4 training images"]
+    assert without == "not measurable" and with_counts.endswith("%")

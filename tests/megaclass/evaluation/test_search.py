@@ -39,9 +39,7 @@ def _search_on_this_rank(k: int) -> tuple[np.ndarray, ...]:
     return found.other_scores_Pk.numpy(), found.other_indices_Pk.numpy(), found.mate_scores_P.numpy()
 
 
-@pytest.mark.parametrize(
-    "block_bytes", [2**26, 1, 301 * 4 * 5], ids=["one block", "a probe at a time", "five probes"]
-)
+@pytest.mark.parametrize("block_bytes", [2**26, 1, 301 * 4 * 5], ids=["one block", "a probe at a time", "five probes"])
 def test_blocks_of_any_size_find_what_brute_force_finds(monkeypatch, block_bytes):
     monkeypatch.setattr("megaclass.evaluation.search._BLOCK_BYTES", {"cpu": block_bytes})
     want_scores, want_indices, want_mates = _brute_force(10)

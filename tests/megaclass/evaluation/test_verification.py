@@ -119,9 +119,8 @@ def test_tar_at_far_of_a_hand_worked_case():
     found = tar_at_far(roc, [0.5, 0.1, 0.01], num_different=10)
     # One of 10 is the smallest FAR that can be seen: 0.01 is not measurable.
     assert found == {0.5: 1.0, 0.1: 1.0, 0.01: None}
-    assert tar_at_far(Roc(far=np.array([0, 0, 1.0]), tar=np.array([0, 0.4, 1.0]), thresholds=np.zeros(3)), [0.1], num_different=10) == {
-        0.1: 0.4
-    }
+    roc = Roc(far=np.array([0, 0, 1.0]), tar=np.array([0, 0.4, 1.0]), thresholds=np.zeros(3))
+    assert tar_at_far(roc, [0.1], num_different=10) == {0.1: 0.4}
 
 
 def _brute_force_published_tar(distances, is_same, far, num_folds):

@@ -296,15 +296,20 @@ def rate_rows(columns: Sequence[Numbers]) -> list[Row]:
     ]
 
 
-def share_rows(columns: Sequence[Numbers], key: str, title: str) -> list[Row]:
+def share_rows(columns: Sequence[Numbers], key: str, title: str, part: str = "") -> list[Row]:
     """Returns the row of a share; if the title has a place for it, a row per entry of a table of shares, such as one per FAR.
 
     95 % confidence intervals are shown if they are there, under the same key with `_95`.
+    part: the entries of the table are tables themselves, in which the share has this key.
     """
-    if "{}" not in title:
+    if "{" not in title:
         return [(title, share_cells([n.get(key) for n in columns]))]
-    shares, ends = [n.get(key, {}) for n in columns], [n.get(f"{key}_95", {}) for n in columns]
+    tables, ends = [n.get(key, {}) for n in columns], [n.get(f"{key}_95", {}) for n in columns]
+    if part:
+        tables = [{at: one[part] for at, one in table.items()} for table in tables]
+    # One model may have been evaluated with more than another.
+    entries = dict.fromkeys(at for table in tables for at in table)
     return [
-        (title.format(at), share_cells([one.get(at) for one in shares], [one.get(at) for one in ends]))
-        for at in {**shares[0]}
+        (title.format(at), share_cells([one.get(at) for one in tables], [one.get(at) for one in ends]))
+        for at in entries
     ]

@@ -6,6 +6,7 @@ rows. The P x N scores never exist at once; there is one block of them at a time
 An entry with the label of a probe is a *mate* of the probe; all other entries are *others*.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ NO_LABEL = -1
 _NOTHING = float("-inf")
 _BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 _MAX_GALLERY_BLOCK = 2**16
+precision_lock = threading.Lock()
+"""Held by threads that search at the same time: a search sets torch's precision of products for the whole process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

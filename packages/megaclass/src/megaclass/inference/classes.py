@@ -1,7 +1,6 @@
 """Classification with a trained model: the closest classes of an image, and classes that are added without training."""
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from megaclass.evaluation.centres import ModelCentres, centres_in_memory
 from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import ClassificationProtocol
-from megaclass.evaluation.search import search
+from megaclass.evaluation.search import precision_lock, search
 from megaclass.metrics_file import is_number
 from megaclass_launch.errors import ConfigError
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from megaclass.inference.loaded_model import LoadedModel
 
 _logger = logging.getLogger("megaclass.inference")
-# The search sets torch's precision of products, which is a setting of the whole process.
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,7 @@ def classify(
     temperature = float(stated) if stated is not None and is_number(stated) else 0.0
     scale = 1 / temperature if temperature > 0 else None
     rows = torch.as_tensor(rows_ND if shard.is_cosine else shard.probes(rows_ND), device=model.device)
-    with _lock:
+    with precision_lock:
         found = search(rows, shard.shard, k=min(top, len(names)), device=model.device, scale=scale, is_alone=True)
     cosines_Nk, classes_Nk = found.other_scores_Pk.double().cpu(), found.other_indices_Pk.cpu()
     chances_Nk: list[list[float | None]] = [[None] * cosines_Nk.shape[1]] * len(rows)

@@ -1,9 +1,8 @@
 """A gallery to search in: the embeddings of its images."""
 
 import io
-import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from megaclass.errors import DataError
 from megaclass.evaluation.embed import log_bad_images
 from megaclass.evaluation.gallery import read_rows_and_names
 from megaclass.evaluation.images import GivenImages, find_images
-from megaclass.evaluation.search import GalleryShard, search
+from megaclass.evaluation.search import GalleryShard, precision_lock, search
 from megaclass.image_size import has_rows
 from megaclass_launch.files import published_file, write_text
 
@@ -66,8 +65,6 @@ class ImageIndex:
     """(N, D), normalised."""
     fit: Fit | None = None
     """How queries of another size are fitted."""
-    # The search sets torch's precision of products, which is a setting of the whole process.
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -85,7 +82,7 @@ class ImageIndex:
             raise DataError(f"Cannot search for {k} neighbours: k must be at least 1.")
         rows_PD = self.model.rows(images, fit=self.fit)
         k = min(k, len(self))
-        with self._lock:
+        with precision_lock:
             gallery = GalleryShard(embeddings_ND=self.embeddings_ND)
             found = search(rows_PD, gallery, k=k, device=self.model.device, is_alone=True)
         return [
@@ -105,12 +102,13 @@ class ImageIndex:
 
 def index_of(model: "LoadedModel", gallery: Any, *, fit: Fit | None, mirror: bool) -> ImageIndex:
     """Makes the index of a folder, a list of images, or an .npy file of `megaclass embed`."""
-    if has_rows(model.image_size):
+    paths: Sequence[str]
+    if isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
+        stored_ND, paths = read_rows_and_names(Path(gallery))
+        rows_ND = model.checked_rows(stored_ND)
+    elif has_rows(model.image_size):
         rows_ND = model.embed(gallery)
-        paths: Sequence[str] = [str(number) for number in range(len(rows_ND))]
-    elif isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
-        rows_ND, paths = read_rows_and_names(Path(gallery))
-        rows_ND = model.rows(np.asarray(rows_ND))
+        paths = [str(number) for number in range(len(rows_ND))]
     else:
         rows_ND, paths = _embedded(model, listed_images(gallery), fit, mirror)
     if not len(rows_ND):

@@ -390,10 +390,13 @@ class LoadedModel:
         """Returns rows of images, or of embeddings that the caller has already; normalised unless told otherwise."""
         array = given.detach().cpu().numpy() if isinstance(given, Tensor) else given
         # A model of features takes numbers itself, so they are not embeddings.
-        is_rows = isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.ndim <= 2
-        is_rows = is_rows and not has_rows(self.image_size)
-        if not is_rows:
-            return self.embed(cast(ImageInput, given), normalise=normalise, **embedding)
+        takes_numbers = has_rows(self.image_size)
+        if not takes_numbers and isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.ndim <= 2:
+            return self.checked_rows(array, normalise=normalise)
+        return self.embed(cast(ImageInput, given), normalise=normalise, **embedding)
+
+    def checked_rows(self, array: NDArray[Any], *, normalise: bool = True) -> NDArray[np.float32]:
+        """Returns embeddings that the caller has already; normalised unless told otherwise."""
         rows_ND = np.atleast_2d(np.asarray(array, dtype=np.float32))
         norms_N1 = np.linalg.norm(rows_ND, axis=1, keepdims=True)
         if rows_ND.shape[1] != self.embedding_dim or not (np.isfinite(norms_N1) & (norms_N1 > 0)).all():

@@ -38,7 +38,6 @@ from megaclass.evaluation.protocol import (
     SetResult,
     best_cells,
     percent,
-    share_cells,
     share_rows,
     share_text,
 )
@@ -127,12 +126,9 @@ class ClassificationProtocol(EvaluationProtocol):
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = share_rows(columns, "top_k", "Top-{}")
         rows += share_rows(columns, "mean_per_class", "Top-1, mean over classes")
-        for group in columns[0]["by_training_images"]:
-            found = [n["by_training_images"].get(group, {}) for n in columns]
-            rows.append((f"Top-1, classes with {group} training images", share_cells([n.get("top_1") for n in found])))
-        for rate in columns[0]["reject"]:
-            kept = [n["reject"].get(rate, {}).get("kept") for n in columns]
-            rows.append((f"Right and accepted, {percent(float(rate))} of unknown images accepted", share_cells(kept)))
+        rows += share_rows(columns, "by_training_images", "Top-1, classes with {} training images", "top_1")
+        kept = [{"reject": {percent(float(rate)): one for rate, one in n["reject"].items()}} for n in columns]
+        rows += share_rows(kept, "reject", "Right and accepted, {} of unknown images accepted", "kept")
         errors = [n["calibration_error"] for n in columns]
         rows.append(
             ("Calibration error (ECE)", best_cells([share_text(one) for one in errors], errors, is_lower_better=True))

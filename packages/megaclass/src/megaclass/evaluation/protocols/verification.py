@@ -104,9 +104,7 @@ def score_embeddings(
     """Runs the published protocol on embeddings of 2N images."""
     distances_N = squared_distances(embeddings_2ND)
     verification = verify_distances(distances_N, is_same_N, num_folds=num_folds, xnorm=xnorm)
-    return ScoredPairs(
-        distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification
-    )
+    return ScoredPairs(distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification)
 
 
 def squared_distances(embeddings_2ND: NDArray[Any]) -> Floats:
