@@ -289,3 +289,13 @@ def test_a_report_has_the_rows_of_every_model():
     titles = {title: [cell.text for cell in cells] for title, cells in ClassificationProtocol().rows([plain, counted])}
     without, with_counts = titles["Top-1, classes with 3-4 training images"]
     assert without == "not measurable" and with_counts.endswith("%")
+
+
+def test_a_model_of_one_class_rejects_nothing_and_its_numbers_are_finite():
+    rows, _, centres, _ = _case()
+    shard = centres_in_memory(torch.from_numpy(centres[:1]), ["anna"]).shard().shard
+    labels = np.zeros(len(rows), dtype=np.int64)
+    found = search(torch.from_numpy(rows), shard, k=5, device=_CPU, probe_labels_P=labels)
+    numbers = numbers_of(found, labels, scale=None, fitted=np.array([]))
+    assert numbers["reject"] == {} and numbers["top_k"]["1"] == 1.0
+    json.dumps(numbers, allow_nan=False)

@@ -15,6 +15,7 @@ from megaclass.data.sources.features import write_features
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
 from megaclass.evaluation.suspects import LabelFinding, close_pairs, find_suspects, merged_classes
+from megaclass.inference import LoadedModel
 from megaclass.inference.clean import apply, read_list, review, write_review
 
 _CPU = torch.device("cpu")
@@ -137,10 +138,18 @@ def test_identities_of_a_test_are_found_in_the_training_data(work, tmp_path):
         (tmp_path / "test" / person).symlink_to(work / "photos" / person)
     assert _clean(work, "tested", "--tests", str(tmp_path / "test")) == 0
     found = [row for row in _rows(work / "tested") if row[1] == "in-test"]
+    assert found[0][7].startswith(f"class person 02 of {tmp_path / 'test'} | ")
     assert [(row[0], row[3]) for row in found] == [("remove", "2"), ("remove", "9")]
     assert _clean(work, "tested", "--apply", str(work / "without")) == 0
     names = list(class_list(str(work / "without"), open_source(work / "without")).names())
     assert b"person 02" not in names and b"person 09" not in names and len(names) == 10
+
+
+@pytest.mark.ranks
+def test_a_test_that_is_not_there_shows_before_anything_is_embedded(work, monkeypatch, capsys):
+    monkeypatch.setattr(LoadedModel, "embed_source", None)
+    assert _clean(work, "untested", "--tests", str(work / "nowhere")) == 2
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def with_added_classes(model: "LoadedModel", folder: Path, *, fit: Fit | None, m
     require_one_label(source, "Adding classes")
     added = [name.decode(errors="replace") for name in class_list(str(folder), source).names()]
     if not model.has_centres:
-        _logger.info("%s has no class centres: the new model knows the %s new classes only", model.name, len(added))
+        _logger.info("%s has no class centres: the new model knows the classes of %s only", model.name, folder)
         old_rows, old_names, rows_per_class = torch.empty(0, model.embedding_dim), [], 1
     elif model.centres.is_cosine:
         old_rows, old_names = model.centres.all_rows(), model.class_names

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.checkpoint.class_names import class_list
 from megaclass.data.decode import Fit
 from megaclass.data.fingerprint import source_hash
 from megaclass.data.pair_file import read_pairs
@@ -50,12 +51,14 @@ def review(
         raise DataError(f"Only images are looked at, not {source.describe()}.")
     require_one_label(source, "A review of labels")
     fit = fit or model.treatment.fit
+    # Opened before anything is embedded: a wrong path shows at once.
+    opened = [_test_images(model, path, fit) for path in tests]
     rows_ND = _embedded(model, SourceImages(source=source, image_size=model.image_size, fit=fit))
     labels_N = np.asarray(source.labels)
     suspects = find_suspects(rows_ND, labels_N, source.num_classes, model.device)
     findings = list(suspects.findings)
-    for path in tests:
-        test_ND, test_labels_N, names = _embedded_test(model, path, fit)
+    for images, test_labels_N, names in opened:
+        test_ND = _embedded(model, images)
         by_class = {one[1]: one for one in find_in_training(test_ND, test_labels_N, rows_ND, labels_N, suspects)}
         findings += [
             LabelFinding(
@@ -66,10 +69,8 @@ def review(
     return findings
 
 
-def _embedded_test(
-    model: LoadedModel, path: Path, fit: Fit | None
-) -> tuple[NDArray[np.float32], NDArray[np.int64], list[str]]:
-    """Returns embeddings, the identity of each and the names of identities; in a .bin each distinct image is one."""
+def _test_images(model: LoadedModel, path: Path, fit: Fit | None) -> tuple[Images, NDArray[np.int64], list[str]]:
+    """Returns images, the identity of each and the names of identities; in a .bin each distinct image is one."""
     images: Images
     if path.suffix == ".bin":
         images = PairImages(pair_set=read_pairs(path), set_name=str(path), image_size=model.image_size, fit=fit)
@@ -79,8 +80,9 @@ def _embedded_test(
         source = open_source(path)
         images = SourceImages(source=source, image_size=model.image_size, fit=fit)
         labels_N = np.asarray(source.labels)
-        names = [f"class {number} of {path}" for number in range(source.num_classes)]
-    return _embedded(model, images), labels_N, names
+        classes = class_list(str(path), source).names()
+        names = [f"class {name.decode(errors='replace')} of {path}" for name in classes]
+    return images, labels_N, names
 
 
 def _embedded(model: LoadedModel, images: Images) -> NDArray[np.float32]:

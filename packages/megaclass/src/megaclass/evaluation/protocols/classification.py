@@ -278,7 +278,8 @@ def coverage_points(confidence: Floats, is_right: NDArray[np.bool_]) -> list[dic
 
 def _rejections(best: Floats, is_right: NDArray[np.bool_], impostors: Floats) -> dict[str, dict[str, float]]:
     """Returns for each rate the cosine that at most this share of unknown images exceeds, and what is kept above it."""
-    falling = -np.sort(-impostors)
+    # A model of one class has no other class to take an image for.
+    falling = -np.sort(-impostors[np.isfinite(impostors)])
     found = {}
     for rate in REJECT_RATES:
         if len(falling) * rate < 1 - 1e-9:
