@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from megaclass.errors import DataError
 from megaclass.evaluation.search import NO_LABEL, GalleryShard, search, shard_of_rank
 
 _CPU = torch.device("cpu")
@@ -76,11 +75,6 @@ def _search_more_ranks_than_rows() -> list[int]:
 
 def test_ranks_without_a_row_take_part(run_ranks):
     assert run_ranks(3, _search_more_ranks_than_rows) == [[0, 1]] * 3
-
-
-def test_embeddings_of_another_width_are_refused():
-    with pytest.raises(DataError, match="probes have 4 numbers, those of the gallery 5"):
-        search(_unit(2, 4, 0), GalleryShard(embeddings_ND=_unit(3, 5, 1)), k=1, device=_CPU)
 
 
 def test_a_probe_does_not_find_its_own_image():

@@ -249,39 +249,16 @@ def _good_embeddings() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(40, 4))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["NaN", "infinity"])
-def test_an_embedding_that_is_not_finite_is_named(value):
-    embeddings = _good_embeddings()
-    embeddings[[13, 20], 2] = value
-    with pytest.raises(DataError, match=r"image 13 \(pair 6, second image\) is not finite .* 1 other\(s\) of 40"):
-        score_embeddings(embeddings, np.arange(20) % 2)
-
-
-def test_an_embedding_of_zeros_is_named():
-    embeddings = _good_embeddings()
-    embeddings[4] = 0
-    with pytest.raises(DataError, match=r"image 4 \(pair 2, first image\) is all zeros"):
-        score_embeddings(embeddings, np.arange(20) % 2)
-
-
 @pytest.mark.parametrize(
     ("embeddings", "is_same", "message"),
     [
-        (_good_embeddings(), np.arange(19) % 2, "20 pairs of images but 19 labels"),
-        (_good_embeddings()[:39], np.arange(20) % 2, r"shape \(39, 4\): expected \(2N, D\)"),
-        (_good_embeddings()[0], np.arange(20) % 2, r"shape \(4,\): expected \(2N, D\)"),
         (_good_embeddings()[:18], np.arange(9) % 2, "9 pairs cannot be split into 10 folds"),
         (_good_embeddings()[:0], np.arange(0), "0 pairs cannot be split into 10 folds"),
         (_good_embeddings(), np.ones(20), "All 20 pairs are labelled same"),
         (_good_embeddings(), np.zeros(20), "All 20 pairs are labelled different"),
     ],
-    ids=["counts differ", "odd", "one row", "fewer pairs than folds", "empty", "all same", "all different"],
+    ids=["fewer pairs than folds", "empty", "all same", "all different"],
 )
 def test_what_cannot_be_verified_is_refused(embeddings, is_same, message):
     with pytest.raises(DataError, match=message):
         score_embeddings(embeddings, is_same)
-
-
-def test_a_distance_that_is_not_finite_is_named():
-    with pytest.raises(DataError, match="distance of pair 3 is nan"):
-        verify_distances([1.0, 1.0, 1.0, np.nan], [True, False, True, False], num_folds=2)

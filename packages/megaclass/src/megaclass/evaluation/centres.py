@@ -3,9 +3,8 @@
 Letters: C classes, R = C x M rows (the M sub-centres of a class are adjacent), D numbers each.
 """
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +86,6 @@ class ModelCentres:
         for start in range(0, self.num_rows, _BLOCK_ROWS):
             yield start, self.rows(start, min(start + _BLOCK_ROWS, self.num_rows))
 
-    def names_of(self, numbers: Collection[int]) -> dict[int, str]:
-        return names_of(self.classes, numbers)
-
     def names(self) -> list[str]:
         return [name.decode(errors="replace") for name in self.classes.names()]
 
@@ -128,13 +124,6 @@ def compared_with_centres(
         other_P = np.maximum(other_P, scores_P)
         on_progress(stop, centres.num_rows)
     return own_P, other_P, others_P
-
-
-def names_of(classes: ClassList, numbers: Collection[int]) -> dict[int, str]:
-    """Returns the names of some classes."""
-    # One pass over the list: a hundred million names need not be in memory to show twenty.
-    listed = itertools.islice(enumerate(classes.names()), max(numbers, default=-1) + 1)
-    return {number: name.decode(errors="replace") for number, name in listed if number in numbers}
 
 
 def centres_in_memory(weight_RD: Tensor, names: Sequence[str]) -> ModelCentres:
@@ -238,12 +227,12 @@ class CentreHealth:
     """Length of every centre."""
     nearest: NDArray[np.float32]
     """Cosine between each checked centre and the nearest centre of another class."""
-    closest_pairs: list[tuple[str, str, float]]
-    """Two names and their cosine, closest first, each pair once."""
+    closest_pairs: Mapping[tuple[int, int], float]
+    """Two classes and the cosine of their centres, closest first, each pair once."""
+    names: Mapping[int, str]
+    """Of these classes."""
     num_unusable: int
     """Number of centres that are zero or not finite."""
-    closest_numbers: list[tuple[int, int]] = field(default_factory=list)
-    """The classes of closest_pairs by number."""
 
 
 def centre_health(
@@ -256,15 +245,14 @@ def centre_health(
     classes_P = rows_P // num_subcentres
     _, scores_P, nearest_P = compared_with_centres(probes_PD, classes_P, centres, device, on_progress)
     pairs = _closest(scores_P, classes_P, nearest_P)
-    names = centres.names_of({number for pair in pairs for number in pair})
     return CentreHealth(
         num_classes=centres.num_classes,
         num_checked=len(np.unique(classes_P)),
         norms=norms_R[is_usable_R],
         nearest=scores_P[np.isfinite(scores_P)],
-        closest_pairs=[(names[low], names[high], score) for (low, high), score in pairs.items()],
+        closest_pairs=pairs,
+        names=centres.classes.names_of({number for pair in pairs for number in pair}),
         num_unusable=int((~is_usable_R).sum()),
-        closest_numbers=list(pairs),
     )
 
 

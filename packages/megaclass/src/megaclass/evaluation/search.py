@@ -17,7 +17,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.errors import DataError
 from megaclass_launch.even_parts import even_part
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
@@ -101,11 +100,6 @@ def search(
     this process; nothing is exchanged with other ranks.
     """
     probes = torch.as_tensor(probes_PD, device=device).float()
-    if len(gallery) and gallery.embeddings_ND.shape[1] != probes.shape[1]:
-        raise DataError(
-            f"Embeddings of the probes have {probes.shape[1]} numbers, those of the gallery "
-            f"{gallery.embeddings_ND.shape[1]}: they come from different models."
-        )
     scores_Pk = torch.full((len(probes), k), _NOTHING, device=device)
     indices_Pk = torch.zeros((len(probes), k), dtype=torch.int64, device=device)
     mates_P = torch.full((len(probes),), _NOTHING, device=device)

@@ -60,7 +60,7 @@ def examine_training_images(
         other_N=other_N.astype(np.float64),
         others_N=others_N,
     )
-    return examples_of(judged, source, labels, centres.names_of, by_pair=False, shown_classes=shown_classes)
+    return examples_of(judged, source, labels, centres.classes.names_of, by_pair=False, shown_classes=shown_classes)
 
 
 def _embedded_sample(

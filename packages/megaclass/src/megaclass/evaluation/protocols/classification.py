@@ -25,7 +25,6 @@ from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource, require_one_label
 from megaclass.distributed.agreement import on_every_rank_for_long
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import names_of
 from megaclass.evaluation.examples import Judged, examples_of
 from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import (
@@ -100,7 +99,7 @@ class ClassificationProtocol(EvaluationProtocol):
             other_N=found.other_scores_Pk[:, 0].double().cpu().numpy()[known],
             others_N=found.other_indices_Pk[:, 0].cpu().numpy()[known],
         )
-        examples = examples_of(judged, source, labels_N, lambda some: names_of(centres.classes, some), by_pair=True)
+        examples = examples_of(judged, source, labels_N, centres.classes.names_of, by_pair=True)
         unknown = np.asarray(source.labels)[labels_N < 0]
         numbers |= {
             "num_model_classes": centres.classes.num_classes,
@@ -160,7 +159,7 @@ def labelled_images(path: Path, model: ClassList) -> tuple[ImageSource, NDArray[
         numbers_K = np.where(numbers_K < model.num_classes, numbers_K, -1)
     labels_N = numbers_K[np.asarray(source.labels)].astype(np.int64)
     if not (labels_N >= 0).any():
-        theirs, ours = (", ".join(names_of(one, range(min(3, one.num_classes))).values()) for one in (classes, model))
+        theirs, ours = (", ".join(one.names_of(range(min(3, one.num_classes))).values()) for one in (classes, model))
         raise DataError(
             f"None of the {len(labels_N):,} images of {path} is of a class that the model knows. Its classes are {theirs}, …; "
             f"the model's are {ours}, … A file classes.txt next to the data (line i for class i) gives them other names."

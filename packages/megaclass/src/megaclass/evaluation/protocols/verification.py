@@ -110,22 +110,7 @@ def score_embeddings(
 def squared_distances(embeddings_2ND: NDArray[Any]) -> Floats:
     """Returns the squared distance of consecutive rows after L2 normalisation: 0 (same direction) to 4 (opposite)."""
     embeddings_2ND = np.asarray(embeddings_2ND, dtype=np.float64)
-    if embeddings_2ND.ndim != 2 or len(embeddings_2ND) % 2:
-        raise DataError(
-            f"Embeddings of pairs have shape {embeddings_2ND.shape}: expected (2N, D), the two images of a pair in "
-            f"consecutive rows."
-        )
     norms_2N = np.linalg.norm(embeddings_2ND, axis=1)
-    # The norm of a row is infinite or NaN exactly if the row cannot be normalised.
-    usable_2N = np.isfinite(norms_2N) & (norms_2N > 0)
-    if not usable_2N.all():
-        unusable = np.flatnonzero(~usable_2N)
-        first = int(unusable[0])
-        what = "all zeros" if norms_2N[first] == 0 else "not finite (NaN or infinity)"
-        raise DataError(
-            f"The embedding of image {first} (pair {first // 2}, {('first', 'second')[first % 2]} image) is {what}, as "
-            f"are {len(unusable) - 1} other(s) of {len(embeddings_2ND)}: the model has diverged or was loaded wrongly."
-        )
     normalised_2ND = embeddings_2ND / norms_2N[:, None]
     return np.asarray(np.square(normalised_2ND[0::2] - normalised_2ND[1::2]).sum(axis=1), dtype=np.float64)
 
@@ -274,18 +259,12 @@ def _plain(value: Any) -> Any:
 
 def _checked(distances_N: NDArray[Any], is_same_N: NDArray[Any], num_folds: int) -> tuple[Floats, Booleans]:
     distances_N, is_same_N = np.asarray(distances_N, dtype=np.float64), np.asarray(is_same_N, dtype=bool)
-    if distances_N.shape != is_same_N.shape or distances_N.ndim != 1:
-        raise DataError(
-            f"{len(distances_N)} pairs of images but {len(is_same_N)} labels: "
-            f"a set of N pairs holds 2N images and N labels."
-        )
+    assert distances_N.shape == is_same_N.shape == (len(distances_N),), "a set of N pairs holds 2N images and N labels"
     if len(distances_N) < num_folds:
         raise DataError(
             f"{len(distances_N)} pairs cannot be split into {num_folds} folds: each fold needs at least one pair."
         )
-    if not np.isfinite(distances_N).all():
-        first = int(np.flatnonzero(~np.isfinite(distances_N))[0])
-        raise DataError(f"The distance of pair {first} is {distances_N[first]}: expected a finite number.")
+    assert np.isfinite(distances_N).all(), "embeddings that cannot be normalised are refused before"
     if is_same_N.all() or not is_same_N.any():
         raise DataError(
             f"All {len(is_same_N)} pairs are labelled {'same' if is_same_N.all() else 'different'}: "
