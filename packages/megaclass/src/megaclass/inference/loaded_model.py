@@ -294,7 +294,7 @@ class LoadedModel:
 
     @functools.cached_property
     def facts(self) -> Mapping[str, Mapping[str, Any]]:
-        """What an evaluation of these weights has found: of the run, or as config.json of an exported model states it.
+        """Results of an evaluation of these weights, from the run or from config.json of an exported model.
 
         verification: thresholds and their rates by evaluation set. classification: temperature and rejection.
         """
