@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.cli.arguments import writing
