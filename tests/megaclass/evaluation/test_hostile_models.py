@@ -118,5 +118,5 @@ def test_settings_that_are_no_toml_are_an_error_of_the_checkpoint(make_run):
     manifest = read_manifest(folder)
     replace(manifest, config="NaN").write(folder)
     for opened in (read_run_centres, load):
-        with pytest.raises(CheckpointError, match=r"The settings in .* cannot be read"):
+        with pytest.raises(CheckpointError, match=r"no undamaged checkpoint|not a run folder with a model"):
             opened(run)

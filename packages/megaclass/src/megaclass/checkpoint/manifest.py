@@ -54,6 +54,11 @@ class Manifest:
         """Returns a digest by which ranks compare the manifests that they read."""
         return _digest({"format": FORMAT, **asdict(self)})
 
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The run's settings by section. `read_manifest` has checked that they can be read."""
+        return tomllib.loads(self.config)
+
     def write(self, folder: Path) -> None:
         values = {"format": FORMAT, **asdict(self)}
         # write_file refuses to replace a file, and an earlier attempt may have left one.
@@ -84,15 +89,6 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
-
-
-def saved_settings(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Returns the settings of the run by section, as the checkpoint in the folder states them."""
-    try:
-        settings = tomllib.loads(manifest.config)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"The settings in {folder} cannot be read: {error}.") from error
-    return {name: section for name, section in settings.items() if isinstance(section, dict)}
 
 
 def _check_types(manifest: Manifest) -> None:

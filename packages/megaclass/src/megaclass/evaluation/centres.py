@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaclass.checkpoint.class_names import ClassList, saved_classes
 from megaclass.checkpoint.load import newest_whole
-from megaclass.checkpoint.manifest import read_manifest, saved_settings
+from megaclass.checkpoint.manifest import read_manifest
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.search import GalleryShard, rows_of_rank, search, unit_rows_or_zero
 from megaclass.progress import OnProgress, no_progress
@@ -170,7 +170,7 @@ def read_run_centres(run: Path) -> ModelCentres:
             first += num_rows
         return parts[1] if len(parts) == 2 else torch.cat(parts)
 
-    is_cosine = saved_settings(folder, manifest).get("head", {}).get("similarity") != "inner"
+    is_cosine = manifest.settings.get("head", {}).get("similarity") != "inner"
     return ModelCentres(classes=saved_classes(folder, manifest), num_rows=total, rows=rows, is_cosine=is_cosine)
 
 

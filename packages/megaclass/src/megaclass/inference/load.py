@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megaclass.backbones import BackboneShape, build_backbone, is_built_in, may_be_named_by_file, own_size, recognise
 from megaclass.backbones.lora import evaluated_weights
 from megaclass.checkpoint.load import load_shared, newest_whole
-from megaclass.checkpoint.manifest import read_manifest, saved_settings
+from megaclass.checkpoint.manifest import read_manifest
 from megaclass.errors import CheckpointError
 from megaclass.image_size import (
     ImageSize,
@@ -116,7 +116,7 @@ def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
 def _load_run(run: Path, device: torch.device, backbone: str | None) -> LoadedModel:
     path, state = read_run_state(run)
     if path.is_dir():
-        settings = saved_settings(path, read_manifest(path))
+        settings = read_manifest(path).settings
         shape = _shape_of_run(run, path, state, settings, backbone)
         treatment = ImageTreatment.of(settings.get("data", {}))
     else:
