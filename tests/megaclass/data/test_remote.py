@@ -286,3 +286,10 @@ def test_a_file_of_any_name_is_copied_and_parts_of_earlier_versions_are_removed(
     (folder / ".copy.json.0123456789abcdef.part").write_text("an earlier version")
     assert open_source(f"{server.address}/faces").num_images == 3
     assert (folder / "copy.json").read_text() == "{}" and not list(folder.rglob("*.part"))
+
+
+def test_an_address_that_was_a_path_is_one_still(serve, tmp_path):
+    server = serve()
+    draw(tmp_path / "served/faces")
+    address = f"{server.address}/faces"
+    assert contents(open_source(Path(address))) == contents(open_source(address))

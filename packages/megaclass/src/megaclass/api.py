@@ -34,10 +34,10 @@ from megaclass.config.read import (
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.sources.features import write_features
-from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.errors import DataError, TrainError
 from megaclass.metrics_file import read_metrics, read_summary
-from megaclass.progress import bar_on_demand
+from megaclass.progress import bar_on_demand, no_progress
 from megaclass.training.choose_recipe import choose_recipe, run_name
 from megaclass.training.model.build import build_margin
 from megaclass.training.run.folder import RunFolder
@@ -511,8 +511,10 @@ def evaluate(
             published_tpir=published_tpir,
             centres=lambda: loaded.class_shard(training_data),
         )
-        for one in sets_of_main_rank(lambda: _sets(paths, labelled, *others), loaded.device):
-            with bar_on_demand(f"evaluating {one.name}") if world.is_main else nullcontext() as on_progress:
+        for one in sets_of_main_rank(
+            lambda: _sets(paths, labelled, *others, training_data=training_data), loaded.device
+        ):
+            with bar_on_demand(f"evaluating {one.name}") if world.is_main else nullcontext(no_progress) as on_progress:
                 [result] = evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
             if world.is_main and training_data is not None:
                 [result] = compared_with_training_data([result], open_source(training_data), training_data)
@@ -564,10 +566,14 @@ def _sets(
     probes: Path | None,
     distractors: Path | None,
     queries: Path | None,
+    *,
+    training_data: str | None,
 ) -> "list[EvaluationSet]":
     from megaclass.evaluation.protocol import EvaluationSet
     from megaclass.evaluation.sets import find_sets
 
+    if training_data is not None:
+        check_source(training_data)
     sets = find_sets(paths, labelled)
     if (gallery or distractors) and not (probes or (queries and not distractors)):
         raise ConfigError(
