@@ -31,7 +31,6 @@ class _Job:
             Settings(**settings),
             sets,
             sends,
-            self._lists.__getitem__,
             lambda: self.is_closed,
             Timeline(),
             _Payloads(),

@@ -31,7 +31,7 @@ def _disagreement(ranks: list[int], requests: list[Request], hosts: Sequence[str
     """Describes a difference between the first rank and another one; empty if there is none."""
     first = requests[0]
     for rank, other in zip(ranks[1:], requests[1:], strict=True):
-        # One request may stand for several ranks, which have then announced the same list: nothing to compare.
+        # If the ranks have announced one list, one request stands for all of them.
         if other is first or other == first:
             continue
         for (what, one, shown), (_, two, other_shown) in zip(_terms_of(first), _terms_of(other), strict=False):

@@ -26,6 +26,8 @@ class Kind:
     """True if a rank that has joined may take part: it contributes zeros, which means something only in a sum."""
     needs_rows: bool = False
     """True if a tensor must have at least one dimension."""
+    keeps_shapes: bool = False
+    """True if the results have the shapes of the tensors, so there may be room for them before the negotiation."""
     shapes_must_match: bool = False
     """True if all members bring the same shape; otherwise they may differ in dimension 0."""
     is_arithmetic: bool = False
@@ -39,9 +41,9 @@ class Kind:
 
 
 KINDS = {
-    "allreduce": Kind(may_join=True, shapes_must_match=True, is_arithmetic=True),
+    "allreduce": Kind(may_join=True, keeps_shapes=True, shapes_must_match=True, is_arithmetic=True),
     "allgather": Kind(needs_rows=True, sizes="rows"),
-    "broadcast": Kind(shapes_must_match=True),
+    "broadcast": Kind(keeps_shapes=True, shapes_must_match=True),
     "alltoall": Kind(needs_rows=True, sizes="splits"),
     "reducescatter": Kind(needs_rows=True, shapes_must_match=True, is_arithmetic=True),
     "barrier": Kind(may_join=True, is_collective=False),

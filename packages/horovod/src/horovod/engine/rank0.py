@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import MessageKind
 from horovod.engine.coordinator import Answer, Coordinator, Cycle
-from horovod.engine.messages import Receiver, Request
+from horovod.engine.messages import Receiver
 from horovod.engine.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -38,17 +38,15 @@ class Rank0:
         settings: Settings,
         process_sets: Mapping[int, tuple[int, ...]],
         sends: Mapping[int, Callable[..., None]],
-        own_requests: Callable[[bytes], Sequence[Request]],
         is_closed: Callable[[], bool],
         timeline: Timeline,
         runner: "Executor",
     ) -> None:
         """sends: sends a message to each rank; rank 0 itself comes last, because it runs operations in the call.
 
-        own_requests: returns the list that rank 0 has announced, by its hash. is_closed: whether rank 0 can run no operation.
+        is_closed: whether rank 0 can run no operation.
         """
         self._sends = sends
-        self._own_requests = own_requests
         self._is_closed = is_closed
         self._timeline = timeline
         self._runner = runner
@@ -64,9 +62,8 @@ class Rank0:
         match kind:
             case MessageKind.REQUESTS:
                 digest, packed = self._receivers[peer].read(content)
-                own = () if peer else self._own_requests(digest)
-                cycle = Cycle(digest, packed, time.monotonic(), payload, own)
-                # Once for a thousand requests, although rank_ready() also asks it.
+                cycle = Cycle(digest, packed, time.monotonic(), payload)
+                # The list is read only if a trace is written.
                 if self._timeline.is_active:
                     for request in cycle.requests():
                         self._timeline.rank_ready(request.full_name, request.kind, peer)

@@ -117,7 +117,7 @@ class GradientReducer:
             # All of a step as one node of the graph: nodes that run Python cost more than what several batches could hide.
             reduced = reduce_units(
                 [[results[i] for i in unit] for unit in units],
-                lambda _: [f"{name}.{unit[0]}" for unit in units],
+                [f"{name}.{unit[0]}" for unit in units],
                 self.compression,
                 self._options,
                 is_grouped=self.groups is not None,

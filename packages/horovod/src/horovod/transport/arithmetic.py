@@ -70,9 +70,6 @@ release_memory = _memory.release
 
 def empty_result(like: Tensor) -> Tensor:
     """Returns a tensor as torch.empty_like does, without a gradient and contiguous."""
-    if like.layout is not torch.strided:
-        # A sparse tensor, which enqueue() refuses with what to do instead.
-        return like
     num_bytes = like.numel() * like.element_size()
     if num_bytes < _LARGE_BYTES or num_bytes > _KEPT_BYTES // 2 or like.device.type != "cpu":
         return torch.empty_like(like, requires_grad=False, memory_format=torch.contiguous_format)
