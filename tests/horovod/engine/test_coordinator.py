@@ -160,7 +160,7 @@ def test_ranks_that_use_one_name_for_different_operations_are_told_after_a_momen
     assert coordinator.next_check() == 10.0 + CROSSED_S
     assert coordinator.check(10.0 + CROSSED_S / 2)[0] is None
     answer, warning, reason = coordinator.check(10.0 + CROSSED_S)
-    expected = "Mismatched operations for the name 'x': rank 0 (a) did an allreduce, but rank 1 (b) did an allgather."
+    expected = "Mismatched operations for the name 'x': rank 0 (a) called allreduce, but rank 1 (b) called allgather."
     assert _errors(answer) == [expected, expected]
     assert (warning, reason) == ("", "")
 
@@ -174,7 +174,7 @@ def test_ranks_that_use_one_name_in_different_process_sets_are_told():
     _announce(coordinator, 2, _request("x"))
     errors = _errors(coordinator.check(1.0)[0])
     text = (
-        "Mismatched process sets for the name 'x': rank 0 (a) did an allreduce on process set 2 [0, 1], but rank 1 (b) "
+        "Mismatched process sets for the name 'x': rank 0 (a) called allreduce on process set 2 [0, 1], but rank 1 (b) "
     )
     assert len(errors) == 2
     assert all(error.startswith(text) for error in errors), errors

@@ -38,7 +38,8 @@ def test_operations_are_announced_a_moment_after_the_engine_has_seen_the_first()
 def test_operations_are_announced_at_once_if_a_thread_waits_or_there_is_no_cycle_time():
     queue = _queue(2)
     assert queue.hurry() and not queue.hurry()
-    assert queue.due_at(10.0) == 10.0
+    assert queue.due_at(10.0) == 0.0
     assert len(queue.take_if_due(10.0)) == 2
-    assert not queue.hurry() and not queue.is_urgent
+    assert not queue.hurry()
+    assert queue.due_at(10.0) == math.inf
     assert len(_queue(1, cycle_time_s=0.0).take_if_due(10.0)) == 1

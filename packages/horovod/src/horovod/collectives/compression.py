@@ -2,8 +2,8 @@
 
 A user's compressor is a class with static methods `compress(tensor) -> (tensor, context)` and
 `decompress(tensor, context)`; the tensor that compress() returns is reduced in its own dtype. The compressors below are
-recognised by allreduce, which then uses a wire format (distributed/wire_formats.py) instead: each rank sends 16 or 8 bits
-per number, and sums are formed in float32.
+recognised by allreduce, which then uses a wire format (megaclass_launch/ranks/wire_formats.py) instead: each rank sends
+16 or 8 bits per number, and sums are formed in float32.
 """
 
 from collections.abc import Callable, Sequence

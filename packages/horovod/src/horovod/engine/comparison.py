@@ -59,8 +59,8 @@ def _terms_of(request: Request) -> Iterable[tuple[str, object, str]]:
     yield f"{name} root ranks", request.root, f"root rank {request.root}"
     if kind.sizes == "splits":
         yield "numbers of splits", len(splits), f"splits {splits}"
-    if kind.disagreement:
-        yield kind.disagreement, splits, f"ranks {splits}"
+    else:
+        yield "process sets", splits, f"ranks {splits}"
     yield f"{name} CPU/GPU device selection", request.device, f"a tensor on {request.device}"
     yield "compression", (request.wire, request.keeps_error), request.wire or "none"
 

@@ -174,12 +174,9 @@ class Controller:
                 if self._queue.hurry():
                     self._wake_up()
                 if operation.waiter is None and not operation.is_done:
-                    operation.waiter = threading.Lock()
-                    operation.waiter.acquire()
+                    operation.waiter = threading.Event()
             if operation.waiter is not None:
-                operation.waiter.acquire()
-                # Several threads may wait for one operation: each lets the next one through.
-                operation.waiter.release()
+                operation.waiter.wait()
         if operation.error:
             raise HorovodInternalError(operation.error)
 
@@ -217,7 +214,7 @@ class Controller:
                 operation.error = error
                 operation.is_done = True
                 if operation.waiter is not None:
-                    operation.waiter.release()
+                    operation.waiter.set()
                 if operation.on_done is not None:
                     calls.append(operation.on_done)
         # Without the lock: what is called may submit the next operation.
@@ -248,7 +245,8 @@ class Controller:
                         else:
                             self._receive_from(self._by_file[file])
                     self._send_queue_if_due()
-                    self._check_stalls()
+                    if self._rank0 is not None:
+                        self._rank0.check_if_due(time.monotonic())
                     if self._is_stopping:
                         self._ask_to_stop(SHUT_DOWN)
         except BaseException as error:
@@ -332,17 +330,6 @@ class Controller:
         if not self._reason:
             self._reason = reason
             self._send_to_rank0(MessageKind.STOP, reason.encode())
-
-    def _check_stalls(self) -> None:
-        """On rank 0: warns of operations that some ranks have not announced, or ends the job because of them."""
-        if self._rank0 is None or (now := time.monotonic()) < self._rank0.next_check():
-            return
-        warning, reason = self._rank0.check(now)
-        if warning:
-            _log.warning(warning)
-        if reason and not self._reason:
-            _log.error(reason)
-            self._ask_to_stop(reason)
 
     def _run_agreed(self, responses: list[Response], payload: bytes) -> None:
         """Runs this rank's part of the agreed operations in their order, until the controller is closed."""

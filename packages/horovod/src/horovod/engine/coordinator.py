@@ -281,7 +281,7 @@ class Coordinator:
         sides = []
         for key in keys:
             where = f" on process set {key[0]} {list(self._members(key[0]))}" if in_sets else ""
-            sides.append(f"{rank_name(min(self._pending[key].requests), self._hosts)} did an {key[1]}{where}")
+            sides.append(f"{rank_name(min(self._pending[key].requests), self._hosts)} called {key[1]}{where}")
         what = "operations" if len({key[1] for key in keys}) > 1 else "process sets"
         return f"Mismatched {what} for the name {keys[0][2]!r}: {', but '.join(sides)}."
 

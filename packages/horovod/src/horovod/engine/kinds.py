@@ -1,7 +1,7 @@
 """The kinds of operations and the numbers of the reductions: what differs between operations, as a table. No torch.
 
-A new operation is a line in KINDS, its function in collectives/ (and in tensorflow/gathers.py), a method that runs it in
-transport/, and a line in the executor's table of those methods.
+A new operation is a line in KINDS, its function in collectives/operations.py (and in tensorflow/collectives.py), and a method
+of its name in transport/executor.py, which runs it.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,6 @@ class Kind:
     """True if tensors are added up, so they cannot be bool."""
     sizes: str = ""
     """Sizes of all members that the response tells each of them: `rows` (of each tensor), `splits` or none."""
-    disagreement: str = ""
-    """Subject of the error if the `splits` of members differ; empty if each member has its own."""
-    is_collective: bool = True
-    """True if tensors are sent: the timeline then shows what carries them."""
 
 
 KINDS = {
@@ -46,8 +42,8 @@ KINDS = {
     "broadcast": Kind(keeps_shapes=True, shapes_must_match=True),
     "alltoall": Kind(needs_rows=True, sizes="splits"),
     "reducescatter": Kind(needs_rows=True, shapes_must_match=True, is_arithmetic=True),
-    "barrier": Kind(may_join=True, is_collective=False),
-    "add_process_set": Kind(may_join=True, disagreement="process sets", is_collective=False),
-    "remove_process_set": Kind(may_join=True, disagreement="process sets", is_collective=False),
+    "barrier": Kind(may_join=True),
+    "add_process_set": Kind(may_join=True),
+    "remove_process_set": Kind(may_join=True),
 }
 """By the name in a request."""

@@ -15,6 +15,7 @@ reason. Rank 0 is a client of itself, by calls instead of messages. Only its eng
 a lock.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ from horovod.engine.timeline import Timeline
 
 if TYPE_CHECKING:
     from horovod.transport.executor import Executor
+
+_log = logging.getLogger("megaclass.horovod")
 
 
 class Rank0:
@@ -73,11 +76,17 @@ class Rank0:
             case MessageKind.DRAINED:
                 self._drain(peer)
 
-    def check(self, now: float) -> tuple[str, str]:
-        """Fails operations that can never be complete; returns a warning, and a reason to end the job; mostly empty."""
+    def check_if_due(self, now: float) -> None:
+        """Fails operations that can never be complete; warns of those that wait for long, or ends the job because of them."""
+        if now < self.next_check():
+            return
         answer, warning, reason = self._coordinator.check(now)
         self._answer(answer)
-        return warning, reason
+        if warning:
+            _log.warning(warning)
+        if reason and not self.reason:
+            _log.error(reason)
+            self.stop(reason)
 
     def _answer(self, answer: Answer | None) -> None:
         # Once rank 0 is closed it cannot take part, so the others must not start.

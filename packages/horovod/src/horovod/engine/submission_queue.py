@@ -21,31 +21,25 @@ class SubmissionQueue:
     def __init__(self, cycle_time_s: float) -> None:
         self._held_s = _HELD_CYCLES * cycle_time_s
         self.operations: list[Operation] = []
-        self.is_urgent = False
-        """True if a thread waits, so the queue is announced without delay."""
         self.num_together = 0
         """Number of open Controller.together() blocks: their end wakes the engine thread."""
-        self._opened_at: float | None = None
+        # Infinite until the engine thread has seen that there are operations: submitting needs no clock. 0: without delay.
+        self._due_at = math.inf
 
     def hurry(self) -> bool:
         """Announces what is in the queue without delay; has no effect on operations that are submitted later.
 
         Returns whether that changes anything, so the engine thread must be woken.
         """
-        changes = bool(self.operations) and not self.is_urgent
-        self.is_urgent = self.is_urgent or changes
+        changes = bool(self.operations) and self._due_at > 0
+        self._due_at = 0.0 if self.operations else math.inf
         return changes
 
     def due_at(self, now: float) -> float:
-        """Returns the time at which the operations are to be announced; infinite if there are none.
-
-        It counts from the first call of this method since the queue was empty, so submitting needs no clock.
-        """
-        if not self.operations:
-            return math.inf
-        if self._opened_at is None:
-            self._opened_at = now
-        return now if self.is_urgent else self._opened_at + self._held_s
+        """Returns the time at which the operations are to be announced; infinite if there are none."""
+        if self.operations:
+            self._due_at = min(self._due_at, now + self._held_s)
+        return self._due_at
 
     def take_if_due(self, now: float) -> list[Operation]:
         """Returns all operations if they are to be announced now, else none."""
@@ -57,4 +51,4 @@ class SubmissionQueue:
 
     def clear(self) -> None:
         """Empties the queue."""
-        self.operations, self.is_urgent, self._opened_at = [], False, None
+        self.operations, self._due_at = [], math.inf

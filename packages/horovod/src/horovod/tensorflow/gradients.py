@@ -178,15 +178,11 @@ class _DistributedTape:
         `use_generic_names` is accepted for compatibility: gradients are always matched by their place in `sources`.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
-        reduced = self._reducer(_flat(gradients), _flat(sources))
+        # None and tf.IndexedSlices are leaves.
+        reduced = self._reducer(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         if isinstance(sources, (list, tuple)) and not any(isinstance(s, (list, tuple, dict)) for s in sources):
             return reduced if isinstance(gradients, list) else type(gradients)(reduced)
         return tf.nest.pack_sequence_as(sources, reduced)
-
-
-def _flat(structure: Any) -> list[Any]:
-    # None and tf.IndexedSlices are leaves.
-    return list(tf.nest.flatten(structure))
 
 
 _OPTIONS = (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from horovod.engine.kinds import KINDS, Adasum, Average, Max, Min, Product, Sum
+from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from horovod.engine.messages import Request, Response
 from horovod.engine.operation import Operation
 from horovod.engine.timeline import Timeline
@@ -58,10 +58,10 @@ class Executor:
     def perform(self, response: Response, operations: list[Operation | None]) -> None:
         """Runs an agreed operation."""
         first = response.requests[0]
-        kind = KINDS[first.kind]
         run = partial(getattr(self, first.kind), response, operations)
-        # An allreduce shows its transport itself: copies into and out of the fusion buffer come before and after it.
-        shown = [first.full_name] if kind.is_collective and first.kind != "allreduce" else []
+        # If there are tensors, the trace shows what carries them. An allreduce shows it itself: copies into and out of the
+        # fusion buffer come before and after it.
+        shown = [first.full_name] if first.shapes and first.kind != "allreduce" else []
         with self._timeline.phase(shown, f"{self._sets.transport(first)}_{first.kind.upper()}"):
             if first.device == "cpu":
                 run()
