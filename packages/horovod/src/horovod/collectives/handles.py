@@ -191,11 +191,11 @@ def poll(handle: int) -> bool:
 _result = attrgetter("result")
 
 
-def waited(start: Callable[[], int], pick: Callable[[Operation], Any] = _result) -> Any:
-    """Starts an operation and waits for it; returns its result, or `pick(operation)`."""
+def waited(start: Callable[..., int], *args: Any, pick: Callable[[Operation], Any] = _result, **kwargs: Any) -> Any:
+    """Starts an operation by start(*args, **kwargs) and waits for it; returns its result, or `pick(operation)`."""
     # Together: the engine thread is woken once, when there is no more to wait for. Without a job, start() raises the error.
     with current.job.controller.together() if current.job is not None else contextlib.nullcontext():
-        handle = start()
+        handle = start(*args, **kwargs)
     return fetch(handle, pick)
 
 
@@ -247,4 +247,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
     name = current.running().next_name("barrier", process_set.process_set_id)
-    waited(lambda: enqueue("barrier", [], name, process_set))
+    waited(enqueue, "barrier", [], name, process_set)

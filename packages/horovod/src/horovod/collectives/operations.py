@@ -245,9 +245,8 @@ def _allreduced(
 def _combined(
     tensors: Sequence[Tensor], name: str | None, options: ReductionOptions, is_grouped: bool
 ) -> tuple[Tensor, ...]:
-    def run(*tensors: Tensor) -> list[Tensor]:
-        outputs: list[Tensor] = waited(lambda: start_allreduce(tensors, name, options, is_grouped=is_grouped), _outputs)
-        return outputs
+    def run(*tensors: Tensor) -> Any:
+        return waited(start_allreduce, tensors, name, options, is_grouped=is_grouped, pick=_outputs)
 
     # The operation of the backward pass has no name: the forward one of this name may be in flight again.
     return _differentiable(run, lambda *gradients: _combined(gradients, None, options, is_grouped), tensors)
@@ -346,11 +345,8 @@ def grouped_reducescatter(
 def _reducescattered(
     tensors: list[Tensor], name: str | None, compression: Any, options: ReductionOptions, *, is_grouped: bool
 ) -> list[Tensor]:
-    def run(*tensors: Tensor) -> list[Tensor]:
-        outputs: list[Tensor] = waited(
-            lambda: start_reducescatter(tensors, name, options, is_grouped=is_grouped), _outputs
-        )
-        return outputs
+    def run(*tensors: Tensor) -> Any:
+        return waited(start_reducescatter, tensors, name, options, is_grouped=is_grouped, pick=_outputs)
 
     def gradient_of(*gradients: Tensor) -> tuple[Tensor, ...]:
         # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
@@ -393,13 +389,10 @@ def _allgathered(
 ) -> tuple[Tensor, ...]:
     sizes: tuple[tuple[int, ...], ...] = ()
 
-    def run(*tensors: Tensor) -> list[Tensor]:
+    def run(*tensors: Tensor) -> Any:
         nonlocal sizes
-        outputs: list[Tensor]
-        outputs, sizes = waited(
-            lambda: enqueue("allgather", tensors, name, process_set, is_grouped=is_grouped),
-            lambda operation: (operation.outputs, operation.sizes),
-        )
+        pick = attrgetter("outputs", "sizes")
+        outputs, sizes = waited(enqueue, "allgather", tensors, name, process_set, is_grouped=is_grouped, pick=pick)
         return outputs
 
     def gradient_of(*gradients: Tensor) -> list[Tensor]:
@@ -450,7 +443,7 @@ def broadcast(
     """Returns the root's tensor; differentiable. `root_rank` is the global rank, also in a process set."""
 
     def run(tensor: Tensor) -> list[Tensor]:
-        return [waited(lambda: broadcast_async(tensor, root_rank, name, process_set))]
+        return [waited(broadcast_async, tensor, root_rank, name, process_set)]
 
     def gradient_of(gradient: Tensor) -> list[Tensor]:
         reduced = allreduce(gradient, op=Average, process_set=process_set)
@@ -513,7 +506,7 @@ def alltoall(
 
     def run(tensor: Tensor) -> list[Tensor]:
         nonlocal received
-        output, received = waited(lambda: alltoall_async(tensor, splits, name, process_set))
+        output, received = waited(alltoall_async, tensor, splits, name, process_set)
         return [output]
 
     def gradient_of(gradient: Tensor) -> list[Tensor]:

@@ -354,20 +354,13 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
         loss = closure() if closure is not None else None
         self._register_hooks()
         wanted = self._requires_update | set(self._handles)
-        groups = [group["params"] for group in self.param_groups]
-        # All other parameters are hidden from the wrapped optimizer for the duration of this step.
-        for group in self.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
         # In the order of param_groups, so all ranks submit them in the same order.
-        starts = {parameter: parameter.detach().clone() for group in self.param_groups for parameter in group["params"]}
+        trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
+        starts = {parameter: parameter.detach().clone() for parameter in trained}
         for parameter in starts:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        try:
-            self.step_without_reduction()
-        finally:
-            for group, parameters in zip(self.param_groups, groups, strict=True):
-                group["params"] = parameters
+        self.step_without_reduction()
         pending = []
         with torch.no_grad():
             for parameter, start in starts.items():
