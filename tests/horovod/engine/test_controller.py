@@ -41,7 +41,7 @@ class Notes:
             if operation is not None:
                 operation.result = names
 
-    def small_payload(self, operations: list[Operation]) -> bytes:
+    def small_payload(self, operations: list[Operation], num_ranks: int) -> bytes:
         return bytes([self._rank]) if self._sends_payloads else b""
 
     def add_payloads(self, request: Request, payloads: list[bytes]) -> bytes:

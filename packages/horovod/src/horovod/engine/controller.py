@@ -287,7 +287,7 @@ class Controller:
         self._announced[digest] = operations
         repeats = all(terms.repeats for terms in distinct_terms(requests))
         # This rank does not know what the others announce. If the lists differ, the payload is not used, which is cheap.
-        payload = self._runner.small_payload(operations) if len(self._hosts) > 1 else b""
+        payload = self._runner.small_payload(operations, len(self._hosts))
         self._send_to_rank0(MessageKind.REQUESTS, self._sender.message(content, digest, repeats=repeats), payload)
 
     def _requests_of(self, digest: bytes) -> list[Request]:

@@ -37,6 +37,7 @@ _OPS = {
 class Executor:
     """Runs operations for the controller. An operation is None if this rank has joined and contributes zeros."""
 
+    small_payload = staticmethod(arithmetic.small_payload)
     add_payloads = staticmethod(arithmetic.add_payloads)
     deliver_payload = staticmethod(arithmetic.deliver_payload)
 
@@ -50,10 +51,6 @@ class Executor:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # The GPU of the latest operation.
         self._gpu: torch.device | None = None
-
-    def small_payload(self, operations: list[Operation]) -> bytes:
-        """Returns the tensors of a cycle if they are small enough to travel with the announcement, else nothing."""
-        return arithmetic.small_payload(operations, len(self._sets.ranks[0]))
 
     def perform(self, response: Response, operations: list[Operation | None]) -> None:
         """Runs an agreed operation."""
