@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from horovod.collectives.handles import ReductionOptions, groups_of_options
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
 from horovod.engine.kinds import Adasum, Average
 from horovod.tensorflow.bridge import at_run_time, not_rewritten
 from horovod.tensorflow.collectives import reduce_units, sparse_allreduce
 from horovod.tensorflow.compression import Compression
-from megaclass_launch.even_parts import even_part
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
 
@@ -142,8 +142,7 @@ class GradientReducer:
         if self.groups is None:
             return [[place] for place in places]
         if not isinstance(self.groups, list):
-            parts = [even_part(len(places), part, self.groups) for part in range(self.groups)]
-            return [places[part.start : part.stop] for part in parts if part.start < part.stop]
+            return [list(part) for part in split_list(places, self.groups) if part]
         place_of = {variable_key(variables[place]): place for place in places}
         units = []
         for group in self.groups:

@@ -25,11 +25,11 @@ from horovod.collectives.handles import ReductionOptions, group_of, groups_of_op
 from horovod.collectives.operations import allreduce_async_, sparse_allreduce_async, start_allreduce
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
 from horovod.engine.job import current
 from horovod.engine.kinds import Adasum, Average, Sum
 from horovod.torch.functions import broadcast_object
 from horovod.torch.gradient_batches import GradientBatches
-from megaclass_launch.even_parts import even_part
 
 __all__ = ["DistributedOptimizer"]
 
@@ -160,8 +160,7 @@ class _DistributedOptimizer:
             formed += [(parameter,) for parameter in parameters if id(parameter) not in grouped]
         else:
             assert self._groups is not None
-            parts = [even_part(len(parameters), part, self._groups) for part in range(self._groups)]
-            formed = [tuple(parameters[part.start : part.stop]) for part in parts]
+            formed = [tuple(part) for part in split_list(parameters, self._groups)]
         self._batches.fix([group for group in formed if group])
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -430,7 +429,6 @@ def DistributedOptimizer(
 
 
 # Names that Horovod's own module has as well.
-from horovod.common.util import split_list
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import (
     Sum,
