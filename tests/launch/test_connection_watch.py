@@ -1,5 +1,6 @@
 """What the kernel says about this process's connections. Dead ones, between hosts: tests/launch/test_blocked_ports.py."""
 
+import os
 import socket
 import sys
 import time
@@ -7,6 +8,7 @@ import time
 import pytest
 
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.rendezvous import connection_watch
 from megaclass_launch.rendezvous.connection_watch import Connection, ConnectionWatch, connections, network_timeout
 
 
@@ -42,6 +44,14 @@ def test_every_tcp_connection_of_the_process_is_seen_with_both_ends(pair):
     assert found[other.getsockname()].remote == one.getsockname()
     assert found[one.getsockname()].is_open and not found[one.getsockname()].owes_answer
     assert found[one.getsockname()].silent_s < 60
+
+
+def test_a_file_that_is_no_socket_any_more_is_closed_again(monkeypatch, tmp_path):
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(connection_watch, "_sockets", lambda: [(file.fileno(), "1")])
+        num_open = len(os.listdir("/proc/self/fd"))
+        assert list(connections()) == []
+        assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_connections_within_this_host_are_left_alone(pair):

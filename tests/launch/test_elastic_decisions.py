@@ -164,6 +164,40 @@ def test_a_slot_is_filled_again_when_its_worker_has_ended_and_its_host_may_be_us
     assert driver.ranks().keys() == {0, 1} and 3 in driver.job.ranks.alive
 
 
+def test_a_host_that_cannot_start_its_workers_is_given_up_with_them():
+    driver = Driver("a:1", "b:1")
+    driver.step(0.0)
+    driver.greet("a", "b")
+    driver.step(1.0)
+    b = driver.agent("b")
+    driver.hear("b", say="refuse", why="Cannot start rank 1 with './train': Exec format error.")
+    assert b.orders("end") and driver.alive() == [("a", 0)]
+    driver.ready(0)
+    driver.step(2.0)
+    assert driver.job.generation == 1 and driver.ranks() == {0: 0}
+
+
+def test_a_job_whose_command_cannot_be_started_anywhere_ends():
+    driver = Driver("a:2")
+    driver.step(0.0)
+    driver.greet("a")
+    driver.step(1.0)
+    driver.hear("a", say="refuse", why="Cannot start rank 0 with './train': Exec format error.")
+    driver.step(2.0)
+    driver.step(3.0)
+    assert driver.job.is_closing and driver.job.decision.outcome.exit_code == 2
+
+
+def test_a_spare_host_takes_the_place_of_a_rank_that_failed_on_another_at_max_np():
+    driver = trains("a:2", "b:2", options="--min-np 1 --max-np 2")
+    assert list(driver.job.agents) == ["a"]
+    driver.exit(1, 1)
+    driver.step(3.0)
+    driver.greet("b")
+    driver.step(4.0)
+    assert driver.alive() == [("a", 0), ("b", 0)]
+
+
 def test_the_agent_of_a_removed_host_leaves_with_its_last_worker():
     driver = trains("a:1", "b:1")
     b = driver.agent("b")
@@ -377,6 +411,14 @@ def test_too_few_ranks_are_reported_once_and_end_the_job_after_the_elastic_timeo
     is_enough(driver.job, 2, 3, 120.1)
     assert driver.said[-1].startswith("no new generation: 2 rank(s) can run, 3 are needed") and driver.job.is_ending
     assert driver.job.decision.outcome.exit_code == 255
+
+
+def test_the_option_that_asks_for_the_missing_ranks_is_named():
+    driver = Driver("a:1", options="-np 2 --min-np 1")
+    driver.step(0.0)
+    driver.greet("a")
+    driver.step(1.0)
+    assert driver.said == ["1 rank(s) can run, but 2 are needed (-np): waiting for hosts for up to 600 s (--elastic-timeout)."]
 
 
 def test_too_few_ranks_after_a_failure_end_with_its_exit_code():

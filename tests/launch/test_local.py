@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megaclass_launch.agent import supervisor as supervisor_module
 from megaclass_launch.agent.supervisor import Supervisor
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.hang.stacks import children_of
+from megaclass_launch.launchers import local
 from megaclass_launch.launchers.local import default_threads, run_local
 
 # Each rank writes its pid first, so a test can see whether it is still there.
@@ -336,3 +339,39 @@ def test_workers_that_were_forgotten_leave_no_open_files():
             supervisor.start(3, ["/no/such/program"], dict(os.environ))
         num_files.append(len(list(Path("/proc/self/fd").iterdir())))
     assert len(set(num_files)) == 1
+
+
+def test_an_orphan_killer_that_cannot_be_replaced_now_is_replaced_later(monkeypatch):
+    """A host that is short of memory or processes kills one of them, and refuses a new one."""
+    with Supervisor("test-of-killers", grace_s=1.0, adopts=False) as supervisor:
+        killers = children_of(os.getpid())
+        assert len(killers) == 2
+        os.kill(killers[0], signal.SIGKILL)
+        num_files = len(os.listdir("/proc/self/fd"))
+
+        def refused(*_, **__):
+            raise BlockingIOError("Resource temporarily unavailable")
+
+        with monkeypatch.context() as short:
+            short.setattr(subprocess, "Popen", refused)
+            while children_of(os.getpid()) == killers:
+                supervisor.keep_watch()
+            supervisor.keep_watch()
+        assert children_of(os.getpid()) == killers[1:]
+        assert len(os.listdir("/proc/self/fd")) == num_files
+        supervisor.keep_watch()
+        assert len(children_of(os.getpid())) == 2
+
+
+def test_the_job_ends_although_a_rank_hangs_in_the_kernel(monkeypatch, caplog):
+    """Nothing can end such a rank: here signals to it are lost."""
+    monkeypatch.setattr(supervisor_module, "_UNKILLABLE_S", 0.2)
+    monkeypatch.setattr(supervisor_module.orphan_killer, "send", lambda pid, number: None)
+    monkeypatch.setattr(local, "FAULT_GRACE_S", 0.2)
+    try:
+        assert run_local(["sh", "-c", '[ "$RANK" = 1 ] && exit 3; exec sleep 1000'], 2) == 3
+        assert len([record for record in caplog.records if "hang in the kernel" in record.message]) == 1
+    finally:
+        for pid in children_of(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

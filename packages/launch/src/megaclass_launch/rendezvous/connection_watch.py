@@ -304,11 +304,15 @@ def connections() -> Iterator[Connection]:
 def _borrowed(file: int) -> Iterator[socket.socket]:
     """Yields a socket object for a copy of a descriptor that belongs to other code."""
     # A copy, because closing the object must not close the descriptor of the library that owns it.
-    held = socket.socket(fileno=os.dup(file))
+    copy = os.dup(file)
     try:
+        held = socket.socket(fileno=copy)
+    except OSError:
+        # Between the two calls the number may have become another kind of file.
+        os.close(copy)
+        raise
+    with held:
         yield held
-    finally:
-        held.close()
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
