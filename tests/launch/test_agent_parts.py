@@ -192,7 +192,7 @@ def job(tmp_path, **more) -> dict:
         "passed": {},
         "given": {},
         "interfaces": [],
-        "needs_versions": False,
+        "is_alone": True,
         **more,
     }
 

@@ -1,9 +1,9 @@
 """What the kernel says about this process's connections. Dead ones, between hosts: tests/launch/test_blocked_ports.py."""
 
-import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,9 +49,9 @@ def test_every_tcp_connection_of_the_process_is_seen_with_both_ends(pair):
 def test_a_file_that_is_no_socket_any_more_is_closed_again(monkeypatch, tmp_path):
     with (tmp_path / "file").open("w") as file:
         monkeypatch.setattr(connection_watch, "_sockets", lambda: [(file.fileno(), "1")])
-        num_open = len(os.listdir("/proc/self/fd"))
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
         assert list(connections()) == []
-        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
 def test_connections_within_this_host_are_left_alone(pair):

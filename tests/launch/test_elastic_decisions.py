@@ -198,6 +198,19 @@ def test_a_spare_host_takes_the_place_of_a_rank_that_failed_on_another_at_max_np
     assert driver.alive() == [("a", 0), ("b", 0)]
 
 
+def test_a_new_host_that_cannot_name_the_address_of_rank_0_does_not_end_the_job():
+    """A host behind a jump host sees the address of that one, and rank 0 is on this machine."""
+    driver = trains("a:1")
+    job = driver.job
+    job.hosts.update([*job.hosts.listed.values(), Host(name="b", slots=1)])
+    driver.step(3.0)
+    b = driver.agent("b")
+    driver.hear("b", say="hello", pid=1, port=1000, store_port=1001, ssh="192.0.2.7 4711 192.0.2.8 22")
+    assert b.orders("end") and driver.said[-1].startswith("Cannot tell by which address the other hosts reach a: ")
+    driver.step(4.0)
+    assert driver.alive() == [("a", 0)] and not job.is_ending
+
+
 def test_the_agent_of_a_removed_host_leaves_with_its_last_worker():
     driver = trains("a:1", "b:1")
     b = driver.agent("b")
@@ -418,7 +431,9 @@ def test_the_option_that_asks_for_the_missing_ranks_is_named():
     driver.step(0.0)
     driver.greet("a")
     driver.step(1.0)
-    assert driver.said == ["1 rank(s) can run, but 2 are needed (-np): waiting for hosts for up to 600 s (--elastic-timeout)."]
+    assert driver.said == [
+        "1 rank(s) can run, but 2 are needed (-np): waiting for hosts for up to 600 s (--elastic-timeout)."
+    ]
 
 
 def test_too_few_ranks_after_a_failure_end_with_its_exit_code():

@@ -93,7 +93,9 @@ def test_processes_that_a_script_leaves_behind_are_not_waited_for(tmp_path, monk
             with pytest.raises(LaunchError, match="did not end"):
                 hosts_from_script(f"{command}; exec sleep 1000", 1, threading.Event())
         else:
-            assert [(host.name, host.slots) for host in hosts_from_script(command, 1, threading.Event())] == [("localhost", 2)]
+            assert [(host.name, host.slots) for host in hosts_from_script(command, 1, threading.Event())] == [
+                ("localhost", 2)
+            ]
     finally:
         os.kill(int(left.read_text()), signal.SIGKILL)
 

@@ -343,24 +343,29 @@ def test_workers_that_were_forgotten_leave_no_open_files():
 
 def test_an_orphan_killer_that_cannot_be_replaced_now_is_replaced_later(monkeypatch):
     """A host that is short of memory or processes kills one of them, and refuses a new one."""
+    before = set(children_of(os.getpid()))
+
+    def started() -> list[int]:
+        return [child for child in children_of(os.getpid()) if child not in before]
+
     with Supervisor("test-of-killers", grace_s=1.0, adopts=False) as supervisor:
-        killers = children_of(os.getpid())
+        killers = started()
         assert len(killers) == 2
         os.kill(killers[0], signal.SIGKILL)
-        num_files = len(os.listdir("/proc/self/fd"))
+        num_files = len(list(Path("/proc/self/fd").iterdir()))
 
         def refused(*_, **__):
             raise BlockingIOError("Resource temporarily unavailable")
 
         with monkeypatch.context() as short:
             short.setattr(subprocess, "Popen", refused)
-            while children_of(os.getpid()) == killers:
+            while started() == killers:
                 supervisor.keep_watch()
             supervisor.keep_watch()
-        assert children_of(os.getpid()) == killers[1:]
-        assert len(os.listdir("/proc/self/fd")) == num_files
+        assert started() == killers[1:]
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_files
         supervisor.keep_watch()
-        assert len(children_of(os.getpid())) == 2
+        assert len(started()) == 2
 
 
 def test_the_job_ends_although_a_rank_hangs_in_the_kernel(monkeypatch, caplog):
@@ -368,10 +373,11 @@ def test_the_job_ends_although_a_rank_hangs_in_the_kernel(monkeypatch, caplog):
     monkeypatch.setattr(supervisor_module, "_UNKILLABLE_S", 0.2)
     monkeypatch.setattr(supervisor_module.orphan_killer, "send", lambda pid, number: None)
     monkeypatch.setattr(local, "FAULT_GRACE_S", 0.2)
+    before = set(children_of(os.getpid()))
     try:
         assert run_local(["sh", "-c", '[ "$RANK" = 1 ] && exit 3; exec sleep 1000'], 2) == 3
         assert len([record for record in caplog.records if "hang in the kernel" in record.message]) == 1
     finally:
-        for pid in children_of(os.getpid()):
+        for pid in set(children_of(os.getpid())) - before:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

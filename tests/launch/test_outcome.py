@@ -79,6 +79,15 @@ def test_every_launcher_in_the_table_is_a_module_with_the_same_function(name):
     assert [*inspect.signature(module.launch).parameters] == ["options", "hosts"]
 
 
+def test_rank_0_is_on_the_first_host_of_a_restart_in_whatever_order_the_hosts_come():
+    """Ray chooses the nodes anew for each start."""
+    a, b = Host(name="a", slots=1), Host(name="b", slots=1)
+    io = SimpleNamespace(messages=None, output=None)
+    job = JobState(parse_options(["-np", "2", "--restarts", "1", "true"]), io, [a, b])
+    job.begin(1, [b, a])
+    assert list(job.hosts.listed) == [worker.host for worker in job.ranks.rows] == ["b", "a"]
+
+
 def test_ranks_that_save_after_one_has_left_to_be_resumed_are_not_taken_for_a_hang():
     messages = SimpleNamespace(say=lambda text: None, detail=lambda text: None)
     io = SimpleNamespace(messages=messages, output=None)
