@@ -129,7 +129,7 @@ def _plan(options: RunOptions, placed: Sequence[Host]) -> str:
 def _raise_file_limit(num_files: int, *, is_guess: bool) -> None:
     """Raises the soft limit of open files: three pipes per host and two files per rank may exceed the usual 1,024.
 
-    is_guess: hosts may still come, so a lower hard limit is no reason to refuse the job.
+    is_guess: the hosts are not known yet; a lower hard limit then does not refuse the job.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files + _OWN_FILES
