@@ -1,5 +1,6 @@
 """What the kernel says about this process's connections. Dead ones, between hosts: tests/launch/test_blocked_ports.py."""
 
+import errno
 import socket
 import sys
 import time
@@ -52,6 +53,23 @@ def test_a_file_that_is_no_socket_any_more_is_closed_again(monkeypatch, tmp_path
         num_open = len(list(Path("/proc/self/fd").iterdir()))
         assert list(connections()) == []
         assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
+def test_a_process_that_has_used_up_its_files_is_watched_again_later(monkeypatch):
+    watch = ConnectionWatch("rank 0", 1.0)
+    num_looks = 0
+
+    def sockets():
+        nonlocal num_looks
+        num_looks += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(connection_watch, "_sockets", sockets)
+    watch.start()
+    while num_looks < 2:
+        time.sleep(0.01)
+    monkeypatch.undo()
+    watch.stop()
 
 
 def test_connections_within_this_host_are_left_alone(pair):

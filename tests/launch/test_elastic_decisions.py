@@ -177,6 +177,22 @@ def test_a_host_that_cannot_start_its_workers_is_given_up_with_them():
     assert driver.job.generation == 1 and driver.ranks() == {0: 0}
 
 
+def test_an_agent_that_was_told_to_leave_refuses_in_vain():
+    """Its host was removed and added again, and has ranks under a newer agent."""
+    driver = Driver("a:1", "b:1")
+    driver.step(0.0)
+    older = driver.agent("b")
+    driver.list_hosts("a:1")
+    driver.step(1.0)
+    driver.list_hosts("a:1", "b:1")
+    driver.step(2.0)
+    driver.greet("a", "b")
+    driver.step(3.0)
+    assert driver.agent("b") is not older and driver.alive() == [("a", 0), ("b", 0)]
+    driver.carry_out(on_message(driver.job, driver.watch, older, {"say": "refuse", "why": "no folder."}, b""))
+    assert driver.alive() == [("a", 0), ("b", 0)]
+
+
 def test_a_job_whose_command_cannot_be_started_anywhere_ends():
     driver = Driver("a:2")
     driver.step(0.0)

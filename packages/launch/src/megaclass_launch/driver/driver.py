@@ -488,9 +488,11 @@ def _may_continue_without(job: JobState, code: int, *, is_member: bool) -> bool:
 
 def _refuse(job: JobState, agent: AgentPipe, why: str) -> None:
     if job.is_elastic:
-        # Its workers count as ended: it ends those that it has started, and never reports the others.
+        is_in_use = job.agents.get(agent.name) is agent
         generations.dismiss_agent(job, agent)
-        job_end.lose_host(job, agent.name, why, EXIT_USER_ERROR)
+        # Its workers count as ended: it ends those that it has started, and never reports the others.
+        if is_in_use:
+            job_end.lose_host(job, agent.name, why, EXIT_USER_ERROR)
     elif agent.state is PipeState.STARTING:
         # It has answered, so the start does not wait for it any longer.
         agent.state = PipeState.READY

@@ -165,7 +165,10 @@ class ConnectionWatch:
     def _run(self) -> None:
         interval_s = min(1.0, self._limit_s / 20)
         while not self._is_over.wait(interval_s):
-            dead = self._find_dead(time.monotonic())
+            try:
+                dead = self._find_dead(time.monotonic())
+            except OSError:
+                continue  # the process has no free file descriptor at the moment
             # The first dead connection decides: closing the others makes them look dead as well.
             if dead and not self.reason:
                 self._end(dead)
