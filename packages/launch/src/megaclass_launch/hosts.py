@@ -91,13 +91,6 @@ def hosts_from_batch_system(env: Mapping[str, str]) -> tuple[list[Host], str] | 
     ):
         if path := env.get(variable):
             return _named(_lines_counted(Path(path), variable), f"{system} job {job} ({variable}={path})")
-    if pairs := env.get("LSB_MCPU_HOSTS", "").split():
-        if len(pairs) % 2 or not all(re.fullmatch(r"[0-9]{1,4}", n) for n in pairs[1::2]):
-            raise LaunchError(
-                f"Cannot read LSB_MCPU_HOSTS={' '.join(pairs)!r}: expected for example `gpu-1 8 gpu-2 8`."
-            )
-        counts = dict(zip(pairs[::2], map(int, pairs[1::2]), strict=True))
-        return _named(counts, f"LSF job {env.get('LSB_JOBID', '?')} (LSB_MCPU_HOSTS)")
     return None
 
 

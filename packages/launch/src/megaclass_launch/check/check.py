@@ -22,7 +22,6 @@ from megaclass_launch.check.rules import (
     Finding,
     Report,
     bad,
-    clock_finding,
     default_slots,
     difference_findings,
     doubtful,
@@ -134,7 +133,6 @@ class _HostCheck:
         if not self.host.is_local:
             took_s = time.monotonic() - begun
             self.findings.append(good("ssh", f"logs in without a prompt, in {took_s:.1f} s"))
-            self._compare_clocks()
         question = {"ask": "facts", "workdir": self._settings.options.workdir, "config": self._settings.config}
         facts = self._client.ask(question, _FACTS_S)
         if facts is None:
@@ -154,14 +152,6 @@ class _HostCheck:
         if self._client is not None:
             self._client.wait(2.0)
             self._client.close(kills_local=True)
-
-    def _compare_clocks(self) -> None:
-        assert self._client is not None
-        asked_at = time.time()
-        reply = self._client.ask({"ask": "time"}, self._settings.options.start_timeout_s)
-        if reply is not None:
-            doubt_s = (time.time() - asked_at) / 2
-            self.findings.append(clock_finding(reply["time"] - asked_at - doubt_s, doubt_s))
 
     def _note_not_started(self) -> None:
         assert self._client is not None
