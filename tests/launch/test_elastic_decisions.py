@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass_launch.driver import generations
+from megaclass_launch.driver import generations, job_end
 from megaclass_launch.driver.agent_pipe import PipeState
 from megaclass_launch.driver.discovery import DiscoveryAnswer
 from megaclass_launch.driver.driver import on_message
@@ -507,3 +507,18 @@ def test_a_discovery_that_fails_ends_the_job_only_before_it_has_named_hosts():
     driver = Driver()
     update_hosts(driver.job, "hosts.sh", [DiscoveryAnswer(problem="it printed no host")])
     assert driver.job.decision.outcome.exit_code == 2
+
+
+@pytest.mark.ranks
+def test_what_a_lost_host_has_left_is_ended_however_many_hosts_were_lost_before(monkeypatch):
+    monkeypatch.setattr(job_end, "_MAX_ORPHAN_KILLERS", 1)
+    host = Host(name="localhost", slots=1, is_local=True)
+    agent = SimpleNamespace(host=host, run_id="1", hello={"pid": 1})
+    killers = job_end.OrphanKillers(parse_options(["--python", "/bin/true", "program"]))
+    for _ in range(2):
+        killers.start(agent)
+        [(process, _)] = killers._running
+        process.wait()
+    killers.start(agent)
+    assert killers._running[-1][0].pid != process.pid
+    killers.wait()
