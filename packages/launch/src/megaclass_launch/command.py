@@ -150,7 +150,6 @@ def add_allreduce_command(bench_commands: Any) -> None:
 
 def check(options: argparse.Namespace) -> int:
     """The command `check`."""
-    from megaclass_launch.check.check import CheckSettings
     from megaclass_launch.check.check import check as check_hosts
     from megaclass_launch.hosts import given_hosts
     from megaclass_launch.options import parse_options
@@ -166,14 +165,8 @@ def check(options: argparse.Namespace) -> int:
     }
     arguments = tuple(f"--ssh-arg={argument}" for argument in options.ssh_args)
     arguments += tuple(part for flag, value in typed.items() if value for part in (flag, str(value)))
-    report = check_hosts(
-        CheckSettings(
-            hosts=tuple(given_hosts(options.hosts, options.hostfile)),
-            config=options.config,
-            options=parse_options([*arguments, "true"]),
-            arguments=arguments,
-        )
-    )
+    hosts = given_hosts(options.hosts, options.hostfile)
+    report = check_hosts(hosts, parse_options([*arguments, "true"]), arguments, options.config)
     print(json.dumps(report.as_json(), indent=1) if options.json else report.table().lstrip("\n"))
     return 0 if report.would_start else 1
 

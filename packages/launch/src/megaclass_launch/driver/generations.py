@@ -25,6 +25,7 @@ from its state, whatever has changed it:
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -454,7 +455,6 @@ def publication(
 
 def listed(members: Sequence[WorkerRecord]) -> str:
     """Returns the hosts with the number of their ranks: "h1:2, h2:1"."""
-    counts: dict[str, int] = {}
-    for member in members:
-        counts[member.host] = counts.get(member.host, 0) + 1
+    # A Counter keeps the order of insertion, which is that of the ranks.
+    counts = Counter(member.host for member in members)
     return ", ".join(f"{host}:{count}" for host, count in counts.items())
