@@ -1,6 +1,7 @@
 """Wrong labels, doubled identities and test identities in training: found, shown, edited, and applied to a new set."""
 
 import csv
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ from PIL import Image
 
 import megaclass
 from megaclass.checkpoint.class_names import class_list
+from megaclass.cli import clean
 from megaclass.cli.main import main
+from megaclass.data.decode import decode_image
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
 from megaclass.evaluation.suspects import LabelFinding, close_pairs, find_suspects, merged_classes
-from megaclass.inference.clean import read_list
+from megaclass.inference.clean import apply, read_list, same_names, write_review
 
 _CPU = torch.device("cpu")
 _NUM_CLASSES, _PER_CLASS = 60, 12
@@ -177,3 +180,51 @@ def test_sets_are_joined_by_name_or_by_likeness(work, tmp_path, capsys):
     assert main(["data", "merge", str(tmp_path / "named"), both[0], "--out", str(tmp_path / "again")]) == 0
     assert main(["data", "merge", both[0], "--out", str(tmp_path / "one")]) == 2
     assert "needs two sets or more" in capsys.readouterr().err
+
+
+@pytest.fixture
+def six_classes(tmp_path):
+    """Two images of each of six classes, which are equal to their numbers in red."""
+    for label in range(6):
+        (tmp_path / "data" / f"class {label}").mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (16, 16), (label, number, 0)).save(tmp_path / "data" / f"class {label}" / f"{number}.png")
+    return open_source(tmp_path / "data")
+
+
+def test_with_a_class_that_is_removed_goes_what_was_moved_to_it_or_merged_with_it(six_classes, tmp_path):
+    findings = [
+        LabelFinding(kind="in-test", action="remove", label=3),
+        LabelFinding(kind="mislabelled", action="move", image=0, label=0, other=3),
+        LabelFinding(kind="mislabelled", action="move", image=6, label=3, other=1),
+        LabelFinding(kind="doubled", action="merge", label=5, other=3),
+    ]
+    apply(six_classes, findings, tmp_path / "new", [f"class {label}" for label in range(6)])
+    new = open_source(tmp_path / "new")
+    shown = [(*decode_image(new.read(i), "")[0, 0, :2].tolist(), int(new.labels[i])) for i in range(new.num_images)]
+    # (class, number, new class): image 0 is gone with class 3, to which it was moved; image 6 was moved from it to class 1.
+    assert sorted(shown) == [(0, 1, 0), (1, 0, 1), (1, 1, 1), (2, 0, 2), (2, 1, 2), (3, 0, 1), (4, 0, 3), (4, 1, 3)]
+
+
+def test_a_list_that_a_spreadsheet_has_saved_is_read_and_names_may_hold_any_line_break(six_classes, tmp_path):
+    names = ["anna\u2028bert", *(f"class {label}" for label in range(1, 6))]
+    doubled = LabelFinding(kind="doubled", action="merge", label=1, other=0)
+    write_review(tmp_path, six_classes, "data", names, [doubled, doubled])
+    listed = tmp_path / "findings.tsv"
+    listed.write_text(listed.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert [(one.label, one.other) for one in read_list(listed, six_classes)] == [(1, 0), (1, 0)]
+
+
+def test_names_that_are_not_text_stay_different(tmp_path):
+    for name in (b"\xfe", b"\xff"):
+        folder = tmp_path / "data" / os.fsdecode(name)
+        folder.mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(folder / "0.png")
+    assert same_names(clean._names(str(tmp_path / "data"), open_source(tmp_path / "data"))) == []
+
+
+def test_features_are_not_reviewed(tmp_path):
+    np.save(tmp_path / "X.npy", np.ones((4, 3), dtype=np.float32))
+    np.save(tmp_path / "X.labels.npy", np.arange(4))
+    wanted = ["data", "clean", str(tmp_path), "--data", str(tmp_path / "X.npy"), "--out", str(tmp_path / "out")]
+    assert main(wanted) == 2 and not (tmp_path / "out").exists()

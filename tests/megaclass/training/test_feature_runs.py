@@ -180,7 +180,14 @@ def test_sampled_classes_are_moved_to_the_means_of_their_rows(data, caplog):
     [
         ({"backbone": {"name": "iresnet18"}}, "backbone.name is iresnet18, but the data has samples of 16 numbers"),
         ({"backbone": {"name": "none", "embedding_dim": 8}}, "set backbone.embedding_dim=16, or backbone.name=linear"),
-        ({"data": {"augment": "blur"}}, "data.augment is blur, but .* not decoded, resized or augmented: leave it out"),
+        (
+            {"distil": {"teacher": "t", "cache": True}},
+            "distil.cache is True, but .* or embedded in advance: leave it out",
+        ),
+        (
+            {"data": {"augment": "blur"}},
+            "data.augment is blur, but .* not decoded, resized, augmented or embedded in advance",
+        ),
         ({"data": {"size": 32}}, "data.size is 32, but"),
         ({"data": {"workers": 2}}, "data.workers is 2, but"),
     ],
@@ -188,7 +195,7 @@ def test_sampled_classes_are_moved_to_the_means_of_their_rows(data, caplog):
 def test_settings_that_features_do_not_have_are_refused(data, changed, says):
     given = settings(data / "train.npy", data / "run")
     for section, values in changed.items():
-        given[section] |= values
+        given[section] = given.get(section, {}) | values
     with pytest.raises(ConfigError, match=says):
         megaclass.train(given)
 

@@ -36,6 +36,7 @@ merge: join sets: classes of the same name, or that look the same to a model, be
 def _clean(options: argparse.Namespace) -> Result:
     from megaclass.config.read import load_config
     from megaclass.data.sources.open_source import open_source
+    from megaclass.data.sources.source import TensorSource
     from megaclass.inference.clean import review
 
     settings = options.model / "config.toml"
@@ -45,6 +46,8 @@ def _clean(options: argparse.Namespace) -> Result:
         )
     path = options.data or load_config(settings).data.path
     source = open_source(path)
+    if isinstance(source, TensorSource):
+        raise DataError(f"megaclass data clean is for images: {source.describe()}.")
 
     def find() -> "list[LabelFinding]":
         return review(_load(options.model, options), source, options.tests, options.fit)
@@ -108,7 +111,8 @@ def _reviewed(
 def _names(path: str, source: "ImageSource") -> list[str]:
     from megaclass.checkpoint.class_names import class_list
 
-    return [name.decode(errors="replace") for name in class_list(path, source).names()]
+    # Not "replace": names that are not UTF-8 must stay different.
+    return [name.decode(errors="backslashreplace") for name in class_list(path, source).names()]
 
 
 def _load(path: Path, options: argparse.Namespace) -> "LoadedModel":

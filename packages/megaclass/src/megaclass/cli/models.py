@@ -61,7 +61,7 @@ classify: say of which class images are
     Names the closest classes of each image: megaclass classify runs/demo photos/ image.jpg --top 3
   @model
   images    path+ IMAGE  images, or folders of images
-  --top     int=5        number of classes to name per image
+  --top     positive=5   number of classes to name per image
   --reject  float SHARE  say "unknown" if the closest class is too far; at most this share of unknown images gets a name then
   @json @fit @resize @device @backbone
 
@@ -78,7 +78,7 @@ search: show the images of a folder that are most similar to a query image
   @model
   gallery  path        folder of images, including subfolders, or embeddings.npy
   queries  path+ query    images to search for
-  -k       int=5       number of images to show per query
+  -k       positive=5    number of images to show per query
   --out    path=search.html    page to write
   --faiss  text INDEX  search with faiss: Flat (exact), HNSW32 or another description for its index_factory
                 (megaclass[retrieval])
@@ -214,9 +214,6 @@ def _starts_ranks(options: argparse.Namespace) -> bool:
     """Tells whether this process is to start those of --nproc: no launcher has started it as one of several."""
     from megaclass_launch.world import NO_STARTER, world_from_environment
 
-    for name in ("batch_size", "threads", "nproc"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
     return options.nproc > 1 and world_from_environment().starter == NO_STARTER
 
 
@@ -260,8 +257,6 @@ def _search(options: argparse.Namespace, given: list[str]) -> int:
     import megaclass
     from megaclass.inference.search_page import write_search_page
 
-    if options.k < 1:
-        raise ConfigError(f"-k is {options.k}; it must be at least 1.")
     model = megaclass.load(options.model, device=options.device, backbone=options.backbone)
     index = model.index(options.gallery, faiss=options.faiss, fit=options.fit, resize=options.resize)
     found = index.search_all(options.queries, options.k)

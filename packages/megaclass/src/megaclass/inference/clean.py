@@ -18,7 +18,7 @@ from megaclass.data.fingerprint import source_hash
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource
-from megaclass.data.tools.pack import PackOptions, PackResult, pack
+from megaclass.data.tools.pack import PackOptions, PackResult, distinct_names, pack
 from megaclass.data.tools.split import SplitPart
 from megaclass.errors import DataError
 from megaclass.evaluation.embed import distinct_images, log_bad_images
@@ -153,7 +153,8 @@ def _card(
 def read_list(path: Path, source: ImageSource) -> list[LabelFinding]:
     """Reads the list, which a person may have edited; each mistake is named with its line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Spreadsheets put a mark before the text. Not splitlines: names may hold other line breaks of Unicode.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read the list {path}: {error}.") from error
     mark = f"{_MARK}{source_hash(source)}"
@@ -207,19 +208,17 @@ def apply(
 ) -> PackResult:
     """Writes the data as the findings say into a new folder: moved and removed images, merged and removed classes."""
     labels_N = np.array(source.labels, dtype=np.int64)
-    is_kept_N = ~np.isin(labels_N, [one.label for one in findings if one.action == "remove" and one.image < 0])
     for one in findings:
-        if one.action == "remove" and one.image >= 0:
-            is_kept_N[one.image] = False
-        elif one.action == "move":
+        if one.action == "move":
             labels_N[one.image] = one.other
+    merged = merged_classes(findings, source.num_classes)
+    labels_N = merged[labels_N]
+    # With a class that is removed goes what has been moved to it or merged with it: these show the same identity.
+    is_kept_N = ~np.isin(labels_N, [merged[one.label] for one in findings if one.action == "remove" and one.image < 0])
+    is_kept_N[[one.image for one in findings if one.action == "remove" and one.image >= 0]] = False
     if not is_kept_N.any():
         raise DataError(f"Nothing is left of {source.describe()}: the list removes every image.")
-    made = _Relabelled(source, np.flatnonzero(is_kept_N), merged_classes(findings, source.num_classes)[labels_N])
+    made = _Relabelled(source, np.flatnonzero(is_kept_N), labels_N)
     # Two sets may call different identities the same.
-    taken: Counter[str] = Counter()
-    text = b""
-    for name in (names[number] for number in made.classes.tolist()):
-        taken[name] += 1
-        text += (name if taken[name] == 1 else f"{name} ({taken[name]})").encode() + b"\n"
+    text = "".join(f"{name}\n" for name in distinct_names([names[number] for number in made.classes.tolist()])).encode()
     return pack(made, out, PackOptions(), class_names=text, on_progress=on_progress)
