@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # What the tests of several hosts, of mpirun and Slurm, and of the report in a browser need; without them these are skipped.
-SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openmpi-bin slurm-wlm munge faketime chromium strace procps
+SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openmpi-bin slurm-wlm munge chromium strace procps
 
 .PHONY: demo test test-fast test-gpu lint bench reproduce-glyphs docs soak clean system-packages
 

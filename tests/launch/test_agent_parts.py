@@ -192,7 +192,7 @@ def job(tmp_path, **more) -> dict:
         "passed": {},
         "given": {},
         "interfaces": [],
-        "needs_versions": False,
+        "is_alone": True,
         **more,
     }
 
@@ -204,6 +204,9 @@ def test_a_host_without_the_folder_or_the_program_refuses_before_anything_starts
         WorkerSetup(job(tmp_path / "none"), own).check()
     with pytest.raises(LaunchError, match="There is no command 'no-such-program'"):
         WorkerSetup(job(tmp_path, command=["no-such-program"]), own).check()
+    (tmp_path / "train.py").write_text("print('hi')")
+    with pytest.raises(LaunchError, match=r"train\.py is not executable: .*put its interpreter in front of it"):
+        WorkerSetup(job(tmp_path, command=["./train.py"]), own).check()
     with pytest.raises(LaunchError, match="There is no network interface 'none0'"):
         WorkerSetup(job(tmp_path, interfaces=["none0"]), own).check()
 

@@ -1,12 +1,15 @@
 """What the kernel says about this process's connections. Dead ones, between hosts: tests/launch/test_blocked_ports.py."""
 
+import errno
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.rendezvous import connection_watch
 from megaclass_launch.rendezvous.connection_watch import Connection, ConnectionWatch, connections, network_timeout
 
 
@@ -42,6 +45,33 @@ def test_every_tcp_connection_of_the_process_is_seen_with_both_ends(pair):
     assert found[other.getsockname()].remote == one.getsockname()
     assert found[one.getsockname()].is_open and not found[one.getsockname()].owes_answer
     assert found[one.getsockname()].silent_s < 60
+
+
+def test_a_file_that_is_no_socket_any_more_is_closed_again(monkeypatch, tmp_path):
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(connection_watch, "_sockets", lambda: [(file.fileno(), "1")])
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
+        assert list(connections()) == []
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
+def test_a_process_that_has_used_up_its_files_is_watched_again_later(monkeypatch):
+    watch = ConnectionWatch("rank 0", 1.0)
+    num_looks = 0
+
+    def sockets():
+        nonlocal num_looks
+        num_looks += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(connection_watch, "_sockets", sockets)
+    watch.start()
+    ends_at = time.monotonic() + 30.0
+    while num_looks < 2 and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    monkeypatch.undo()
+    watch.stop()
+    assert num_looks >= 2
 
 
 def test_connections_within_this_host_are_left_alone(pair):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclass_launch.driver import generations
+from megaclass_launch.driver import generations, job_end
 from megaclass_launch.driver.agent_pipe import PipeState
 from megaclass_launch.driver.discovery import DiscoveryAnswer
 from megaclass_launch.driver.driver import on_message
@@ -162,6 +162,69 @@ def test_a_slot_is_filled_again_when_its_worker_has_ended_and_its_host_may_be_us
     driver.step(until)
     assert driver.alive() == [("a", 0), ("a", 1), ("b", 0)]
     assert driver.ranks().keys() == {0, 1} and 3 in driver.job.ranks.alive
+
+
+def test_a_host_that_cannot_start_its_workers_is_given_up_with_them():
+    driver = Driver("a:1", "b:1")
+    driver.step(0.0)
+    driver.greet("a", "b")
+    driver.step(1.0)
+    b = driver.agent("b")
+    driver.hear("b", say="refuse", why="Cannot start rank 1 with './train': Exec format error.")
+    assert b.orders("end") and driver.alive() == [("a", 0)]
+    driver.ready(0)
+    driver.step(2.0)
+    assert driver.job.generation == 1 and driver.ranks() == {0: 0}
+
+
+def test_an_agent_that_was_told_to_leave_refuses_in_vain():
+    """Its host was removed and added again, and has ranks under a newer agent."""
+    driver = Driver("a:1", "b:1")
+    driver.step(0.0)
+    older = driver.agent("b")
+    driver.list_hosts("a:1")
+    driver.step(1.0)
+    driver.list_hosts("a:1", "b:1")
+    driver.step(2.0)
+    driver.greet("a", "b")
+    driver.step(3.0)
+    assert driver.agent("b") is not older and driver.alive() == [("a", 0), ("b", 0)]
+    driver.carry_out(on_message(driver.job, driver.watch, older, {"say": "refuse", "why": "no folder."}, b""))
+    assert driver.alive() == [("a", 0), ("b", 0)]
+
+
+def test_a_job_whose_command_cannot_be_started_anywhere_ends():
+    driver = Driver("a:2")
+    driver.step(0.0)
+    driver.greet("a")
+    driver.step(1.0)
+    driver.hear("a", say="refuse", why="Cannot start rank 0 with './train': Exec format error.")
+    driver.step(2.0)
+    driver.step(3.0)
+    assert driver.job.is_closing and driver.job.decision.outcome.exit_code == 2
+
+
+def test_a_spare_host_takes_the_place_of_a_rank_that_failed_on_another_at_max_np():
+    driver = trains("a:2", "b:2", options="--min-np 1 --max-np 2")
+    assert list(driver.job.agents) == ["a"]
+    driver.exit(1, 1)
+    driver.step(3.0)
+    driver.greet("b")
+    driver.step(4.0)
+    assert driver.alive() == [("a", 0), ("b", 0)]
+
+
+def test_a_new_host_that_cannot_name_the_address_of_rank_0_does_not_end_the_job():
+    """A host behind a jump host sees the address of that one, and rank 0 is on this machine."""
+    driver = trains("a:1")
+    job = driver.job
+    job.hosts.update([*job.hosts.listed.values(), Host(name="b", slots=1)])
+    driver.step(3.0)
+    b = driver.agent("b")
+    driver.hear("b", say="hello", pid=1, port=1000, store_port=1001, ssh="192.0.2.7 4711 192.0.2.8 22")
+    assert b.orders("end") and driver.said[-1].startswith("Cannot tell by which address the other hosts reach a: ")
+    driver.step(4.0)
+    assert driver.alive() == [("a", 0)] and not job.is_ending
 
 
 def test_the_agent_of_a_removed_host_leaves_with_its_last_worker():
@@ -379,6 +442,16 @@ def test_too_few_ranks_are_reported_once_and_end_the_job_after_the_elastic_timeo
     assert driver.job.decision.outcome.exit_code == 255
 
 
+def test_the_option_that_asks_for_the_missing_ranks_is_named():
+    driver = Driver("a:1", options="-np 2 --min-np 1")
+    driver.step(0.0)
+    driver.greet("a")
+    driver.step(1.0)
+    assert driver.said == [
+        "1 rank(s) can run, but 2 are needed (-np): waiting for hosts for up to 600 s (--elastic-timeout)."
+    ]
+
+
 def test_too_few_ranks_after_a_failure_end_with_its_exit_code():
     driver = trains("a:2", options="--min-np 2 --elastic-timeout 50")
     driver.exit(1, 7)
@@ -434,3 +507,18 @@ def test_a_discovery_that_fails_ends_the_job_only_before_it_has_named_hosts():
     driver = Driver()
     update_hosts(driver.job, "hosts.sh", [DiscoveryAnswer(problem="it printed no host")])
     assert driver.job.decision.outcome.exit_code == 2
+
+
+@pytest.mark.ranks
+def test_what_a_lost_host_has_left_is_ended_however_many_hosts_were_lost_before(monkeypatch):
+    monkeypatch.setattr(job_end, "_MAX_ORPHAN_KILLERS", 1)
+    host = Host(name="localhost", slots=1, is_local=True)
+    agent = SimpleNamespace(host=host, run_id="1", hello={"pid": 1})
+    killers = job_end.OrphanKillers(parse_options(["--python", "/bin/true", "program"]))
+    for _ in range(2):
+        killers.start(agent)
+        [(process, _)] = killers._running
+        process.wait()
+    killers.start(agent)
+    assert killers._running[-1][0].pid != process.pid
+    killers.wait()

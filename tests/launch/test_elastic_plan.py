@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -77,7 +79,7 @@ def test_an_answer_that_cannot_be_meant_is_none(text):
 @pytest.mark.ranks
 def test_a_script_that_prints_without_end_is_ended_and_fills_no_memory():
     with pytest.raises(LaunchError, match="printed more than"):
-        hosts_from_script("yes localhost:2", 1)
+        hosts_from_script("yes localhost:2", 1, threading.Event())
 
 
 @pytest.mark.ranks
@@ -89,11 +91,24 @@ def test_processes_that_a_script_leaves_behind_are_not_waited_for(tmp_path, monk
     try:
         if hangs:
             with pytest.raises(LaunchError, match="did not end"):
-                hosts_from_script(f"{command}; exec sleep 1000", 1)
+                hosts_from_script(f"{command}; exec sleep 1000", 1, threading.Event())
         else:
-            assert [(host.name, host.slots) for host in hosts_from_script(command, 1)] == [("localhost", 2)]
+            assert [(host.name, host.slots) for host in hosts_from_script(command, 1, threading.Event())] == [
+                ("localhost", 2)
+            ]
     finally:
         os.kill(int(left.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.ranks
+def test_a_script_that_runs_when_the_job_ends_is_ended(tmp_path):
+    pid = tmp_path / "pid"
+    asked = discovery.Discovery(discovery.source_of(f"echo $$ > {pid}; exec sleep 1000", None, [], 1))
+    while not pid.exists() or not pid.read_text():
+        time.sleep(0.01)
+    asked.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_a_failed_host_returns_after_a_cooldown_that_doubles():

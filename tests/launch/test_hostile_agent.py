@@ -322,3 +322,10 @@ def test_a_host_that_floods_its_error_stream_fills_no_memory(run, tmp_path):
         driver.wait()
         os.close(reader)
         os.close(writer)
+
+
+def test_stacks_that_were_kept_are_no_remarks():
+    """Each report about ranks that may be slow keeps some: a job that runs for months has many."""
+    checker = AgentMessageChecker([0])
+    for _ in range(MAX_REMARKS + 1):
+        checker.checked({"say": "kept", "folder": "/runs/a/hang/20261119-230000"}, b"", is_running=True)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megaclass_launch.agent import supervisor as supervisor_module
 from megaclass_launch.agent.supervisor import Supervisor
 from megaclass_launch.errors import LaunchError
+from megaclass_launch.hang.stacks import children_of
+from megaclass_launch.launchers import local
 from megaclass_launch.launchers.local import default_threads, run_local
 
 # Each rank writes its pid first, so a test can see whether it is still there.
@@ -336,3 +339,45 @@ def test_workers_that_were_forgotten_leave_no_open_files():
             supervisor.start(3, ["/no/such/program"], dict(os.environ))
         num_files.append(len(list(Path("/proc/self/fd").iterdir())))
     assert len(set(num_files)) == 1
+
+
+def test_an_orphan_killer_that_cannot_be_replaced_now_is_replaced_later(monkeypatch):
+    """A host that is short of memory or processes kills one of them, and refuses a new one."""
+    before = set(children_of(os.getpid()))
+
+    def started() -> list[int]:
+        return [child for child in children_of(os.getpid()) if child not in before]
+
+    with Supervisor("test-of-killers", grace_s=1.0, adopts=False) as supervisor:
+        killers = started()
+        assert len(killers) == 2
+        os.kill(killers[0], signal.SIGKILL)
+        num_files = len(list(Path("/proc/self/fd").iterdir()))
+
+        def refused(*_, **__):
+            raise BlockingIOError("Resource temporarily unavailable")
+
+        with monkeypatch.context() as short:
+            short.setattr(subprocess, "Popen", refused)
+            while started() == killers:
+                supervisor.keep_watch()
+            supervisor.keep_watch()
+        assert started() == killers[1:]
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_files
+        supervisor.keep_watch()
+        assert len(started()) == 2
+
+
+def test_the_job_ends_although_a_rank_hangs_in_the_kernel(monkeypatch, caplog):
+    """Nothing can end such a rank: here signals to it are lost."""
+    monkeypatch.setattr(supervisor_module, "_UNKILLABLE_S", 0.2)
+    monkeypatch.setattr(supervisor_module.orphan_killer, "send", lambda pid, number: None)
+    monkeypatch.setattr(local, "FAULT_GRACE_S", 0.2)
+    before = set(children_of(os.getpid()))
+    try:
+        assert run_local(["sh", "-c", '[ "$RANK" = 1 ] && exit 3; exec sleep 1000'], 2) == 3
+        assert len([record for record in caplog.records if "hang in the kernel" in record.message]) == 1
+    finally:
+        for pid in set(children_of(os.getpid())) - before:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

@@ -55,6 +55,12 @@ def test_more_hosts_than_files_are_refused(run, tmp_path):
     assert "open files; the limit is 400" in started.err
 
 
+def test_an_elastic_job_starts_with_few_files_although_many_hosts_may_be_added(run):
+    done = run("-np", "1", "--min-np", "1", "-H", "localhost:1", "true",
+               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048)))  # fmt: skip
+    assert done.code == 0, done.err
+
+
 def test_many_hosts_that_fail_for_the_same_reason_are_named_in_two_lines(run, tmp_path):
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nfor host; do case $host in host-*) break;; esac; done\n'

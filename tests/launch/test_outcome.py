@@ -2,11 +2,18 @@
 
 import importlib
 import inspect
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from megaclass_launch.driver.hang_watch import HangWatch
+from megaclass_launch.driver.job import JobState
+from megaclass_launch.driver.job_end import resume
 from megaclass_launch.driver.outcome import RESUME_ME, Outcome, OutcomeDecision, Reason, RestartLimit
+from megaclass_launch.hosts import Host
 from megaclass_launch.launchers import LAUNCHERS
+from megaclass_launch.options import parse_options
 from megaclass_launch.signals import InterruptLadder
 
 FAILED = Outcome(exit_code=9, failed_hosts=("h1",))
@@ -70,3 +77,24 @@ def test_ctrl_c_asks_then_insists_then_kills():
 def test_every_launcher_in_the_table_is_a_module_with_the_same_function(name):
     module = importlib.import_module(f"megaclass_launch.launchers.{name}")
     assert [*inspect.signature(module.launch).parameters] == ["options", "hosts"]
+
+
+def test_rank_0_is_on_the_first_host_of_a_restart_in_whatever_order_the_hosts_come():
+    """Ray chooses the nodes anew for each start."""
+    a, b = Host(name="a", slots=1), Host(name="b", slots=1)
+    io = SimpleNamespace(messages=None, output=None)
+    job = JobState(parse_options(["-np", "2", "--restarts", "1", "true"]), io, [a, b])
+    job.begin(1, [b, a])
+    assert list(job.hosts.listed) == [worker.host for worker in job.ranks.rows] == ["b", "a"]
+
+
+def test_ranks_that_save_after_one_has_left_to_be_resumed_are_not_taken_for_a_hang():
+    messages = SimpleNamespace(say=lambda text: None, detail=lambda text: None)
+    io = SimpleNamespace(messages=messages, output=None)
+    options = parse_options(["-np", "2", "--hang-timeout", "30", "true"])
+    job = JobState(options, io, [Host(name="a", slots=2, is_local=True)])
+    job.ranks.has_started, job.printed_at = True, 0.0
+    watch = HangWatch(job)
+    resume(job, "rank 1 on a")
+    watch.check(time.monotonic())
+    assert job.take_orders() == [] and job.decision.outcome == RESUME_ME

@@ -457,7 +457,7 @@ def test_more_processes_than_slurm_granted_tasks_are_refused(slurm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--launcher", "pbs", "-np", "2", "true"], "--launcher: 'pbs' is not one of ssh, local, mpi, slurm, ray."),
+        (["--launcher", "pbs", "-np", "2", "true"], "--launcher: invalid choice: 'pbs' (choose from "),
         (["--launcher"], "--launcher: expected one argument."),
         (["--launcher", "local", "-H", "h77:1", "true"], "but h77 is another machine: leave -H out."),
         (["--launcher", "mpi", "true"], "How many processes? Give -np N"),

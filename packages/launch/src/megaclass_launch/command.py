@@ -6,6 +6,7 @@ Packages that are built on this one add the same commands to their own (run, add
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -119,6 +120,14 @@ def _add_check_arguments(check: argparse.ArgumentParser) -> None:
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
+def _size(text: str) -> int:
+    """Parses a size as all_reduce_perf does: '8' -> 8, '256M' -> 268435456, with the units K, M and G."""
+    match = re.fullmatch(r"([0-9]{1,12})([KMG]?)", text.upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected bytes, or for example 64K, 256M, 1G")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
+
+
 def add_allreduce_command(bench_commands: Any) -> None:
     """Adds `bench allreduce` to the commands of `bench`."""
     allreduce = bench_commands.add_parser(
@@ -126,17 +135,21 @@ def add_allreduce_command(bench_commands: Any) -> None:
         help="measure all-reduce by size, and check every result",
         description="Prints time and bandwidth by size. To be started on all ranks, by any starter.",
     )
-    allreduce.add_argument("-b", "--min-bytes", default="8", metavar="SIZE", help="first size (default: 8)")
-    allreduce.add_argument("-e", "--max-bytes", default="256M", metavar="SIZE", help="last size (default: 256M)")
+    allreduce.add_argument("-b", "--min-bytes", type=_size, default="8", metavar="SIZE", help="first size (default: 8)")
+    allreduce.add_argument(
+        "-e", "--max-bytes", type=_size, default="256M", metavar="SIZE", help="last size (default: 256M)"
+    )
     allreduce.add_argument("-f", "--factor", type=int, default=2, metavar="N", help="factor between sizes (default: 2)")
-    allreduce.add_argument("--backend", default="auto", help="gloo, nccl, or auto: all that work here (default: auto)")
+    allreduce.add_argument(
+        "--backend", choices=("auto", "gloo", "nccl"), default="auto",
+        help="gloo, nccl, or auto: all that work here (default: auto)",
+    )  # fmt: skip
     allreduce.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
     allreduce.set_defaults(run=lambda options, given: bench_allreduce(options))
 
 
 def check(options: argparse.Namespace) -> int:
     """The command `check`."""
-    from megaclass_launch.check.check import CheckSettings
     from megaclass_launch.check.check import check as check_hosts
     from megaclass_launch.hosts import given_hosts
     from megaclass_launch.options import parse_options
@@ -152,27 +165,16 @@ def check(options: argparse.Namespace) -> int:
     }
     arguments = tuple(f"--ssh-arg={argument}" for argument in options.ssh_args)
     arguments += tuple(part for flag, value in typed.items() if value for part in (flag, str(value)))
-    report = check_hosts(
-        CheckSettings(
-            hosts=tuple(given_hosts(options.hosts, options.hostfile)),
-            config=options.config,
-            options=parse_options([*arguments, "true"]),
-            arguments=arguments,
-        )
-    )
+    hosts = given_hosts(options.hosts, options.hostfile)
+    report = check_hosts(hosts, parse_options([*arguments, "true"]), arguments, options.config)
     print(json.dumps(report.as_json(), indent=1) if options.json else report.table().lstrip("\n"))
     return 0 if report.would_start else 1
 
 
 def bench_allreduce(options: argparse.Namespace) -> int:
     """The command `bench allreduce`."""
-    from megaclass_launch.ranks.bench_allreduce import BenchSettings, parse_bytes, run_bench
+    from megaclass_launch.ranks.bench_allreduce import run_bench, sizes_between
     from megaclass_launch.world import world_from_environment
 
-    settings = BenchSettings(
-        min_bytes=parse_bytes(options.min_bytes),
-        max_bytes=parse_bytes(options.max_bytes),
-        factor=options.factor,
-        backend=options.backend,
-    )
-    return run_bench(settings, world_from_environment(), is_json=options.json)
+    sizes = sizes_between(options.min_bytes, options.max_bytes, options.factor)
+    return run_bench(sizes, options.backend, world_from_environment(), is_json=options.json)

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +54,8 @@ def hosts_from_option(text: str) -> list[Host]:
 
 def hosts_from_file(path: Path) -> list[Host]:
     """Parses lines `gpu-1 slots=8`; empty lines and comments after a # are ignored."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise LaunchError(f"Cannot read the host file {path}: {reason}.") from error
     hosts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_text_of(path, str(path)).splitlines(), start=1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
@@ -91,13 +87,6 @@ def hosts_from_batch_system(env: Mapping[str, str]) -> tuple[list[Host], str] | 
     ):
         if path := env.get(variable):
             return _named(_lines_counted(Path(path), variable), f"{system} job {job} ({variable}={path})")
-    if pairs := env.get("LSB_MCPU_HOSTS", "").split():
-        if len(pairs) % 2 or not all(re.fullmatch(r"[0-9]{1,4}", n) for n in pairs[1::2]):
-            raise LaunchError(
-                f"Cannot read LSB_MCPU_HOSTS={' '.join(pairs)!r}: expected for example `gpu-1 8 gpu-2 8`."
-            )
-        counts = dict(zip(pairs[::2], map(int, pairs[1::2]), strict=True))
-        return _named(counts, f"LSF job {env.get('LSB_JOBID', '?')} (LSB_MCPU_HOSTS)")
     return None
 
 
@@ -155,14 +144,16 @@ def _named(slots_by_name: Mapping[str, int], what: str) -> tuple[list[Host], str
 
 def _lines_counted(path: Path, variable: str) -> dict[str, int]:
     """Parses a host file of PBS or LSF, with one line per slot."""
-    try:
-        names = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise LaunchError(f"Cannot read the host file {variable}={path}: {reason}. Give the hosts with -H.") from error
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(_text_of(path, f"{variable}={path}", " Give the hosts with -H.").split())
     if not counts:
         raise LaunchError(f"The host file {variable}={path} is empty. Give the hosts with -H.")
     return counts
+
+
+def _text_of(path: Path, name: str, advice: str = "") -> str:
+    """Returns the content of a host file. name, advice: for the error if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise LaunchError(f"Cannot read the host file {name}: {reason}.{advice}") from error

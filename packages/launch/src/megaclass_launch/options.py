@@ -62,12 +62,6 @@ def seconds(text: str) -> float:
     return value
 
 
-def _launcher(text: str) -> str:
-    if text not in LAUNCHERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LAUNCHERS)}")
-    return text
-
-
 def _two_numbers(text: str) -> tuple[int, int]:
     if not re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of open files")
@@ -105,7 +99,7 @@ class RunOptions:
         "", "-n", "-np", "--num-proc", type=at_least(1), metavar="N", help="number of processes"
     )
     launcher: str = _option(
-        "", "--launcher", type=_launcher, default="ssh", metavar="NAME",
+        "", "--launcher", choices=tuple(LAUNCHERS), default="ssh", metavar="NAME",
         help=f"what starts the processes: {', '.join(LAUNCHERS)} (default: ssh, which is not needed on one machine)",
     )  # fmt: skip
     checks_build: bool = _option(

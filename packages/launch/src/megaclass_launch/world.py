@@ -6,11 +6,10 @@ to `STARTERS`.
 
 import hashlib
 import itertools
-import math
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megaclass_launch.errors import LaunchError, clipped
@@ -29,8 +28,6 @@ TORCHRUN_VARIABLES = (
 )
 """All variables by which torchrun tells a rank its place."""
 NO_STARTER = "none"
-_MAX_SLURM_HOSTS = 100_000
-"""The largest clusters have about 10,000."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,33 +256,22 @@ def slurm_hosts(node_list: str) -> list[str]:
         raise LaunchError(f"Cannot read Slurm's node list {clipped(node_list)}: expected for example gpu[07-09,12].")
     for host in re.findall(part, node_list):
         pieces = re.split(r"\[([^\[\]]*)\]", host)
-        choices = [[piece] if i % 2 == 0 else _at_most(piece, node_list) for i, piece in enumerate(pieces)]
-        # Counted before they are written out: three pairs of brackets can stand for more names than memory holds.
-        num_hosts = len(hosts) + math.prod(map(len, choices))
-        if num_hosts > _MAX_SLURM_HOSTS:
-            raise LaunchError(
-                f"Slurm's node list {clipped(node_list)} names {num_hosts:,} hosts or more, which is not believable: at most "
-                f"{_MAX_SLURM_HOSTS:,} are read. Give the hosts with -H, or correct the variable."
-            )
+        choices = [[piece] if i % 2 == 0 else _numbers(piece, node_list) for i, piece in enumerate(pieces)]
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
     return hosts
 
 
-def _at_most(piece: str, node_list: str) -> list[str]:
-    """Returns the numbers of one pair of brackets, but no more than are needed to see that there are too many."""
-    return list(itertools.islice(_numbers(piece, node_list), _MAX_SLURM_HOSTS + 1))
-
-
-def _numbers(text: str, node_list: str) -> Iterator[str]:
-    """Yields the numbers of '07-09,12', with their leading zeros, at most _MAX_SLURM_HOSTS per range."""
+def _numbers(text: str, node_list: str) -> list[str]:
+    """Returns the numbers of '07-09,12', with their leading zeros."""
+    numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
-        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MAX_SLURM_HOSTS):
+        if match is None or int(match[2] or match[1]) < int(match[1]):
             raise LaunchError(
                 f"Cannot read {part!r} in Slurm's node list {clipped(node_list)}: expected for example gpu[07-09,12]."
             )
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}d}"
+        numbers += [f"{number:0{len(match[1])}d}" for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return numbers
 
 
 def tasks_on_slurm_nodes(text: str) -> list[int]:
@@ -297,12 +283,7 @@ def tasks_on_slurm_nodes(text: str) -> list[int]:
             raise LaunchError(
                 f"Cannot read {part!r} in SLURM_TASKS_PER_NODE={clipped(text)}: expected for example 2(x3),1."
             )
-        num_nodes = int(match[2] or 1)
-        if len(tasks) + num_nodes > _MAX_SLURM_HOSTS:
-            raise LaunchError(
-                f"SLURM_TASKS_PER_NODE={clipped(text)} counts more than {_MAX_SLURM_HOSTS:,} nodes, which is not believable."
-            )
-        tasks += [int(match[1])] * num_nodes
+        tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
 

@@ -80,6 +80,7 @@ class Supervisor:
         self._silence_s = silence_s
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
+        self._has_given_up = False
         self._orphan_killers: list[_OrphanKiller] = []
 
     def __enter__(self) -> "Supervisor":
@@ -188,9 +189,11 @@ class Supervisor:
         """Tells the orphan killers that this process lives, and replaces one that was killed. To be called regularly."""
         for index, killer in enumerate(self._orphan_killers):
             if killer.process.poll() is not None:
-                os.close(killer.lifeline)
-                # The kernel, short of memory, or a user may have ended it, and one alone is not enough.
-                self._orphan_killers[index] = self._start_orphan_killer()
+                # The kernel, short of memory, or a user may have ended it, and one alone is not enough. A host that is
+                # still short of memory starts no other; the next call tries again.
+                with contextlib.suppress(OSError):
+                    self._orphan_killers[index] = self._start_orphan_killer()
+                    os.close(killer.lifeline)
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._orphan_killers[index].lifeline, b".")
         if self._adopts:
@@ -215,7 +218,10 @@ class Supervisor:
             return False
         # The first SIGKILL starts the clock for processes that cannot be killed.
         self._give_up_at = self._give_up_at or now + _UNKILLABLE_S
+        if self._has_given_up:
+            return True
         if now > self._give_up_at:
+            self._has_given_up = True
             names = ", ".join(f"{pid} ({_name(pid)})" for pid in left)
             _logger.error(f"these processes hang in the kernel and cannot be ended: {names}")
             return True
@@ -249,17 +255,22 @@ class Supervisor:
         os.set_blocking(lifeline, False)
         # The real path: a virtual environment in a folder called megaclass would also let `pkill -9 -f megaclass` end it.
         python = os.path.realpath(sys.executable)
-        with Path(orphan_killer.__file__).open("rb") as program:
-            process = subprocess.Popen(
-                [python, "-I", "-S", "-", self._run_id, str(reader), str(os.getpid()), str(self._silence_s)],
-                stdin=program,
-                # It may outlive this process by a second and must not hold its pipes open.
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(reader,),
-                start_new_session=True,
-            )
-        os.close(reader)
+        try:
+            with Path(orphan_killer.__file__).open("rb") as program:
+                process = subprocess.Popen(
+                    [python, "-I", "-S", "-", self._run_id, str(reader), str(os.getpid()), str(self._silence_s)],
+                    stdin=program,
+                    # It may outlive this process by a second and must not hold its pipes open.
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(reader,),
+                    start_new_session=True,
+                )
+        except OSError:
+            os.close(lifeline)
+            raise
+        finally:
+            os.close(reader)
         return _OrphanKiller(process, lifeline)
 
 
@@ -270,6 +281,8 @@ def find_command(command: Sequence[str], env: Mapping[str, str], workdir: Path) 
     if not found:
         where = f"in {workdir}" if "/" in name else f"on the PATH {env.get('PATH', '')}"
         raise LaunchError(f"There is no command {name!r} {where}.")
+    if "/" in name and not os.access(workdir / name, os.X_OK):
+        raise LaunchError(f"{workdir / name} is not executable: type chmod +x, or put its interpreter in front of it.")
 
 
 def default_threads(num_processes: int) -> int:

@@ -62,7 +62,8 @@ class WorkerSetup:
         if self._job["interfaces"]:
             self._interfaces = present(self._job["interfaces"])
             found["address"] = interfaces()[self._interfaces[0]][0]
-        if self._job["needs_versions"]:
+        # With no other host there is nothing to compare them with.
+        if not self._job["is_alone"]:
             found["versions"] = installed_versions()
         return found
 

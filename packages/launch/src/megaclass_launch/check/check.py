@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megaclass_launch.check.probe_client import ProbeClient, rows_in
@@ -22,7 +22,6 @@ from megaclass_launch.check.rules import (
     Finding,
     Report,
     bad,
-    clock_finding,
     default_slots,
     difference_findings,
     doubtful,
@@ -43,30 +42,21 @@ _MAX_CONNECTIONS = 64
 TOGETHER = "together"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckSettings:
-    hosts: tuple[Host, ...]
-    """Hosts to check; empty for this machine, with one slot per GPU that torch can use, or two on CPUs."""
-    config: str | None
-    """Path of a configuration that must be the same file on every host."""
-    options: RunOptions
-    """Those with which `run` reaches the same hosts."""
-    arguments: tuple[str, ...]
-    """The same, as they are typed."""
+def check(hosts: Sequence[Host], options: RunOptions, arguments: Sequence[str], config: str | None) -> Report:
+    """Checks all hosts in parallel and returns the report; a host that fails a step is left out of the next ones.
 
-    @property
-    def interface(self) -> str | None:
-        return next(iter(self.options.interfaces), None)
-
-
-def check(settings: CheckSettings) -> Report:
-    """Checks all hosts in parallel and returns the report; a host that fails a step is left out of the next ones."""
-    hosts = settings.hosts or (Host(name="localhost", slots=0, is_local=True),)
+    Args:
+        hosts: none for this machine, with one slot per GPU that torch can use, or two on CPUs.
+        options: those with which `run` reaches the same hosts.
+        arguments: the same, as they are typed.
+        config: path of a configuration that must be the same file on every host.
+    """
+    hosts = hosts or (Host(name="localhost", slots=0, is_local=True),)
     if shutil.which("ssh") is None and (others := [host.name for host in hosts if not host.is_local]):
         raise LaunchError(
             f"ssh is not installed here, but is needed to reach {others[0]}: sudo apt install openssh-client"
         )
-    checked = [_HostCheck(host, settings) for host in hosts]
+    checked = [_HostCheck(host, options, config) for host in hosts]
     with ThreadPoolExecutor(min(_MAX_CONNECTIONS, len(checked))) as pool:
         try:
             list(pool.map(_HostCheck.collect_facts, checked))
@@ -74,11 +64,9 @@ def check(settings: CheckSettings) -> Report:
             together: list[Finding] = []
             if reachable:
                 facts = {host.name: host.facts for host in reachable}
-                together += difference_findings(
-                    facts, settings.config, settings.options.workdir, settings.options.python
-                )
+                together += difference_findings(facts, config, options.workdir, options.python)
             if len(reachable) > 1:
-                _try_ports(reachable, settings, pool)
+                _try_ports(reachable, options, pool)
         finally:
             for host in checked:
                 host.close()
@@ -90,7 +78,7 @@ def check(settings: CheckSettings) -> Report:
     if not report.would_start:
         together.append(doubtful("all-reduce", "not tried", "Fix the problems marked [!] first."))
         return report
-    finding, rows = _all_reduce([host.host for host in checked], settings)
+    finding, rows = _all_reduce([host.host for host in checked], options, arguments)
     together.append(finding)
     return replace(report, all_reduce=rows)
 
@@ -98,14 +86,14 @@ def check(settings: CheckSettings) -> Report:
 class _HostCheck:
     """One host: the connection to its probe, its facts, the findings about it. Used by one thread of the pool at a time."""
 
-    def __init__(self, host: Host, settings: CheckSettings) -> None:
+    def __init__(self, host: Host, options: RunOptions, config: str | None) -> None:
         self.host = host
         self.name = host.name
         self.findings: list[Finding] = []
         self.facts: Facts = {}
         self.connection = ""
         """SSH_CONNECTION on that host: client address and port, server address and port."""
-        self._settings = settings
+        self._options, self._config = options, config
         self._client: ProbeClient | None = None
 
     def collect_facts(self) -> None:
@@ -123,10 +111,8 @@ class _HostCheck:
 
     def _collect_facts(self) -> None:
         begun = time.monotonic()
-        self._client = ProbeClient(
-            self.host, agent_command(self.host, self._settings.options, "megaclass_launch.check.probe")
-        )
-        hello = self._client.ask({"token": self._client.token}, self._settings.options.start_timeout_s)
+        self._client = ProbeClient(self.host, agent_command(self.host, self._options, "megaclass_launch.check.probe"))
+        hello = self._client.ask({"token": self._client.token}, self._options.start_timeout_s)
         if hello is None:
             self._note_not_started()
             return
@@ -134,8 +120,7 @@ class _HostCheck:
         if not self.host.is_local:
             took_s = time.monotonic() - begun
             self.findings.append(good("ssh", f"logs in without a prompt, in {took_s:.1f} s"))
-            self._compare_clocks()
-        question = {"ask": "facts", "workdir": self._settings.options.workdir, "config": self._settings.config}
+        question = {"ask": "facts", "workdir": self._options.workdir, "config": self._config}
         facts = self._client.ask(question, _FACTS_S)
         if facts is None:
             self._note_not_started()
@@ -143,8 +128,8 @@ class _HostCheck:
         self.facts = facts
         self.host = replace(self.host, slots=self.host.slots or default_slots(facts))
         self.findings += host_findings(facts, self.host.slots)
-        if self._settings.interface is not None:
-            self.findings.append(_interface(self._settings.interface, facts))
+        if (interface := _chosen_interface(self._options)) is not None:
+            self.findings.append(_interface(interface, facts))
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> Facts | None:
         assert self._client is not None
@@ -155,24 +140,16 @@ class _HostCheck:
             self._client.wait(2.0)
             self._client.close(kills_local=True)
 
-    def _compare_clocks(self) -> None:
-        assert self._client is not None
-        asked_at = time.time()
-        reply = self._client.ask({"ask": "time"}, self._settings.options.start_timeout_s)
-        if reply is not None:
-            doubt_s = (time.time() - asked_at) / 2
-            self.findings.append(clock_finding(reply["time"] - asked_at - doubt_s, doubt_s))
-
     def _note_not_started(self) -> None:
         assert self._client is not None
         code, said = self._client.exit_status()
-        what, advice = cause_and_advice(self.host, self._settings.options, code, said)
+        what, advice = cause_and_advice(self.host, self._options, code, said)
         if advice:
             advice = f"{advice[0].upper()}{advice[1:]}."
         else:
             last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
             what += f" ({last})" if last else ""
-            advice = f"Type: {self._settings.options.python} -m megaclass_launch --version"
+            advice = f"Type: {self._options.python} -m megaclass_launch --version"
         is_ssh = not self.host.is_local and code in (255, None)
         if not (is_ssh or self.host.is_local or any(finding.what == "ssh" for finding in self.findings)):
             self.findings.append(good("ssh", "logs in without a prompt"))
@@ -182,6 +159,10 @@ class _HostCheck:
 # ---- routes and ports ----
 
 
+def _chosen_interface(options: RunOptions) -> str | None:
+    return next(iter(options.interfaces), None)
+
+
 def _interface(name: str, facts: Facts) -> Finding:
     if name in facts["interfaces"]:
         return good("interface", f"{name}, {facts['interfaces'][name][0]}")
@@ -189,11 +170,11 @@ def _interface(name: str, facts: Facts) -> Finding:
     return bad("interface", f"no interface {name} with an address", f"Set --network-interface to one of: {present}")
 
 
-def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: ThreadPoolExecutor) -> None:
+def _try_ports(hosts: Sequence[_HostCheck], options: RunOptions, pool: ThreadPoolExecutor) -> None:
     """Lets every host listen and every other host connect, as ranks do: at the port of rank 0 and at a free port."""
     listening: dict[str, list[tuple[str, str, int]]] = {}
     for index, host in enumerate(hosts):
-        ports = (settings.options.master_port, 0) if index == 0 and settings.options.master_port else (0,)
+        ports = (options.master_port, 0) if index == 0 and options.master_port else (0,)
         listening[host.name] = []
         for port in ports:
             try:
@@ -206,7 +187,7 @@ def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: Threa
                 advice = f"Leave out --master-port, or find the process that uses it: ss -ltnp sport = :{port}"
                 host.findings.append(bad("ports", f"{port}: {fault}", advice))
                 continue
-            listening[host.name].append((host.name, _address(host, hosts, settings), reply["port"]))
+            listening[host.name].append((host.name, _address(host, hosts, options), reply["port"]))
 
     def connect_to_others(host: _HostCheck) -> None:
         peers = [peer for other in hosts if other is not host for peer in listening[other.name]]
@@ -219,18 +200,19 @@ def _try_ports(hosts: Sequence[_HostCheck], settings: CheckSettings, pool: Threa
             host.distrust(error)
             return
         if reply is None:
-            advice = f"Type: {login_command(host.host, settings.options)} uptime"
+            advice = f"Type: {login_command(host.host, options)} uptime"
             host.findings.append(bad("ports", f"the host stopped answering: no reply for {_REACH_S:g} s", advice))
         else:
-            host.findings += _reached(reply, _address(host, hosts, settings))
+            host.findings += _reached(reply, _address(host, hosts, options))
 
     list(pool.map(connect_to_others, hosts))
 
 
-def _address(host: _HostCheck, hosts: Sequence[_HostCheck], settings: CheckSettings) -> str:
+def _address(host: _HostCheck, hosts: Sequence[_HostCheck], options: RunOptions) -> str:
     """Returns an address at which other hosts reach this one: the address that ssh connected to or came from."""
-    if settings.interface is not None and settings.interface in host.facts.get("interfaces", ()):
-        return str(host.facts["interfaces"][settings.interface][0])
+    interface = _chosen_interface(options)
+    if interface is not None and interface in host.facts.get("interfaces", ()):
+        return str(host.facts["interfaces"][interface][0])
     own = address_in(host.connection, 2)
     others = (address_in(other.connection, 0) for other in hosts)
     return own or next(filter(None, others), "127.0.0.1")
@@ -260,15 +242,17 @@ def _reached(reply: Facts, own_address: str) -> list[Finding]:
 # ---- all ranks ----
 
 
-def _all_reduce(hosts: Sequence[Host], settings: CheckSettings) -> tuple[Finding, list[dict[str, Any]]]:
+def _all_reduce(
+    hosts: Sequence[Host], options: RunOptions, arguments: Sequence[str]
+) -> tuple[Finding, list[dict[str, Any]]]:
     """Runs `bench allreduce` by `run`, as training is started; returns the finding and the rows."""
     listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     is_here = len(hosts) == 1 and hosts[0].is_local
     where = ("-np", str(hosts[0].slots)) if is_here else ("-H", listed)
     sizes = ("-b", str(_LATENCY_BYTES), "-e", str(_BANDWIDTH_BYTES), "-f", str(_BANDWIDTH_BYTES // _LATENCY_BYTES))
     bench = ("-P", "-m", "megaclass_launch", "bench", "allreduce", "--json", *sizes)
-    run = [sys.executable, "-P", "-m", "megaclass_launch", "run", *settings.arguments, *where]
-    command = [*run, settings.options.python, *bench]
+    run = [sys.executable, "-P", "-m", "megaclass_launch", "run", *arguments, *where]
+    command = [*run, options.python, *bench]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ALL_REDUCE_S, check=False

@@ -116,8 +116,6 @@ def reach(address: str, port: int) -> str | None:
 def answer(question: Mapping[str, Any], listeners: list[socket.socket]) -> Facts:
     """Answers one question; sockets that listen for other hosts are added to `listeners`, which keeps them open."""
     match question["ask"]:
-        case "time":
-            return {"time": time.time()}
         case "facts":
             return host_facts(question["workdir"], question["config"])
         case "listen":

@@ -77,11 +77,9 @@ _DIGEST = text(r"[0-9a-f]{1,64}")
 def checked(question: Mapping[str, Any], reply: Any) -> dict[str, Any]:
     """Returns the fields of an answer to this question; ProtocolError if one of them is invalid."""
     match question.get("ask"):
-        case "time":
-            fields: dict[str, Check] = {"time": number}
         case "facts":
             # The answer can only confirm that the folder exists.
-            fields = {**_FACTS, "workdir": or_none(one_of([question["workdir"]]))}
+            fields: dict[str, Check] = {**_FACTS, "workdir": or_none(one_of([question["workdir"]]))}
         case "listen":
             fields = {"port": whole(most=65535), "fault": or_none(_LINE)}
         case "reach":

@@ -118,7 +118,6 @@ _COMFORTABLE_DISK = 10 * _GIB
 # NCCL's buffers take tens of MiB per GPU; Docker's default for the whole of /dev/shm is 64 MiB.
 _LEAST_SHARED = 64 * _MIB
 _COMFORTABLE_SHARED = 1 * _GIB
-_CLOCK_S = 1.0
 _MISSING = "not there"
 
 
@@ -186,18 +185,6 @@ def _code(facts_by_host: Mapping[str, Facts]) -> list[Finding]:
             findings.append(bad("same code", f"{name} is {_sides(groups)}", advice))
     first = next(iter(facts_by_host.values()))["code"]
     return findings or [good("same code", ", ".join(f"{name} {digest[:12]}" for name, digest in first.items()))]
-
-
-def clock_finding(offset_s: float, doubt_s: float) -> Finding:
-    """Judges a clock. offset_s: difference to this machine's clock; doubt_s: half the duration of the question."""
-    found = f"{offset_s:+.3f} s against this machine, ± {doubt_s:.3f} s"
-    if abs(offset_s) - doubt_s > _CLOCK_S:
-        return doubtful(
-            "clock",
-            found,
-            "Timestamps of logs and files will be misleading. Type on both hosts: sudo timedatectl set-ntp true",
-        )
-    return good("clock", found)
 
 
 def _python(facts: Facts) -> Finding:

@@ -1,14 +1,13 @@
 """Discovery of the hosts that an elastic job may use, once per second: a script, a host file, or the fixed list of -H.
 
-A thread asks, because a script may take its time. The driver takes the answers from its loop, woken by a socket. A failure, or
-an answer that cannot be read, is reported once, and the last good answer stands. Standard library only.
+A thread asks, because a script may take its time. The driver takes the answers in each pass of its loop. A failure, or an
+answer that cannot be read, is reported once, and the last good answer stands. Standard library only.
 """
 
 import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -25,6 +24,8 @@ _SCRIPT_S = 20.0
 """A script that takes longer is killed, and counts as failed."""
 _MAX_OUTPUT_BYTES = 1 << 20
 _POLL_S = 0.05
+_CLOSE_S = 1.0
+"""How long the end of a job waits for the thread, which may be asking the name service about hosts of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,16 @@ class Source:
     """Something that can be asked for hosts. Its function raises LaunchError with the reason if it has no answer."""
 
     name: str
-    ask: Callable[[], Sequence[Host]]
+    ask: Callable[[threading.Event], Sequence[Host]]
+    """Its argument is set when the answer is not needed any more."""
     is_fixed: bool = False
 
 
-def hosts_from_script(command: str, default_slots: int) -> list[Host]:
-    """Runs the script, in a shell as horovodrun does, and parses its lines `host` or `host:slots`."""
+def hosts_from_script(command: str, default_slots: int, is_over: threading.Event) -> list[Host]:
+    """Runs the script, in a shell as horovodrun does, and parses its lines `host` or `host:slots`.
+
+    is_over: set when the job ends, which also ends the script.
+    """
     # Files, not pipes: processes that the script leaves in the background may keep a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         # A session of its own, so what it started can be ended with it.
@@ -54,7 +59,7 @@ def hosts_from_script(command: str, default_slots: int) -> list[Host]:
         )
         try:
             ends_at = time.monotonic() + _SCRIPT_S
-            while process.poll() is None:
+            while process.poll() is None and not is_over.is_set():
                 if max(os.fstat(file.fileno()).st_size for file in (out, err)) > _MAX_OUTPUT_BYTES:
                     raise LaunchError(f"it printed more than {_MAX_OUTPUT_BYTES} bytes")
                 if time.monotonic() > ends_at:
@@ -66,6 +71,8 @@ def hosts_from_script(command: str, default_slots: int) -> list[Host]:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        if is_over.is_set():
+            raise LaunchError("the job has ended")
         texts = [os.pread(file.fileno(), _MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in (out, err)]
     if process.returncode:
         last = texts[1].strip().splitlines()[-1:]
@@ -94,22 +101,19 @@ def parse_lines(text: str, default_slots: int) -> list[Host]:
 def source_of(script: str | None, hostfile: Path | None, fixed: Sequence[Host], default_slots: int) -> Source:
     """Returns the source that the command line names."""
     if script is not None:
-        return Source(script, lambda: hosts_from_script(script, default_slots))
+        return Source(script, lambda is_over: hosts_from_script(script, default_slots, is_over))
     if hostfile is not None:
-        return Source(str(hostfile), lambda: hosts_from_file(hostfile))
-    return Source("-H", lambda: fixed, is_fixed=True)
+        return Source(str(hostfile), lambda is_over: hosts_from_file(hostfile))
+    return Source("-H", lambda is_over: fixed, is_fixed=True)
 
 
 class Discovery:
-    """Asks the source in a thread. `fileno` becomes readable when there is something new for `news`."""
+    """Asks the source in a thread."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._answers: queue.SimpleQueue[DiscoveryAnswer] = queue.SimpleQueue()
         self._is_over = threading.Event()
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
         self._thread.start()
 
@@ -117,36 +121,29 @@ class Discovery:
     def name(self) -> str:
         return self._source.name
 
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
     def news(self) -> list[DiscoveryAnswer]:
         """Returns the answers since the last call, without repetitions."""
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(4096)
         found = []
         while not self._answers.empty():
             found.append(self._answers.get())
         return found
 
     def close(self) -> None:
+        """Ends a script that still runs."""
         self._is_over.set()
-        self._thread.join(0.1)
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         last: DiscoveryAnswer | None = None
         while not self._is_over.is_set():
             try:
-                answer = DiscoveryAnswer(tuple(self._source.ask()))
+                answer = DiscoveryAnswer(tuple(self._source.ask(self._is_over)))
             except (LaunchError, OSError) as error:
                 answer = DiscoveryAnswer(problem=str(error).rstrip("."))
             # Only news, so the driver reports a script that keeps failing once.
             if answer != last:
                 last = answer
                 self._answers.put(answer)
-                # A full socket wakes the driver just as well.
-                with contextlib.suppress(BlockingIOError):
-                    self._writer.send(b".")
             if self._source.is_fixed:
                 return
             self._is_over.wait(INTERVAL_S)

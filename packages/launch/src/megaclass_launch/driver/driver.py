@@ -24,6 +24,7 @@ happens in one thread, in `JobRun.run`; only the Screen and the Discovery have t
 import logging
 import resource
 import selectors
+import threading
 import time
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -54,7 +55,7 @@ _FILES_PER_RANK = 2
 _OWN_FILES = 256
 _MAX_ELASTIC_HOSTS = 1024
 _TICK_S = 0.25
-"""Interval at which the deadlines of an elastic job are checked."""
+"""Interval at which an elastic job looks at its deadlines and at new answers of the discovery."""
 _LONGEST_BEAT_S = 0.5
 """The checks that depend on the time are made with the heartbeats, and a user may have chosen a limit of minutes for these."""
 
@@ -94,7 +95,7 @@ def run_job(
     options: RunOptions, hosts: "JobHosts", num_hosts: int, num_ranks: int, source: Source | None = None
 ) -> int:
     """Runs a job and returns its exit code. source: of the hosts of an elastic job."""
-    _raise_file_limit(_FILES_PER_HOST * num_hosts + _FILES_PER_RANK * num_ranks)
+    _raise_file_limit(_FILES_PER_HOST * num_hosts + _FILES_PER_RANK * num_ranks, is_guess=options.is_elastic)
     with SignalQueue(DRIVER_SIGNALS) as signals:
         io = DriverIo.open(options, num_ranks, signals)
         # Also closed after a LaunchError: what was printed before it must reach the screen.
@@ -109,7 +110,7 @@ def run_job(
 
 
 def _print_elastic_plan(options: RunOptions, source: Source) -> None:
-    now = source.ask()
+    now = source.ask(threading.Event())
     print(f"elastic: at least {options.min_ranks} ranks; hosts from {source.name}; with the hosts of this moment:")
     print(_plan(options, place_ranks(now, min(options.max_ranks, sum(host.slots for host in now)))))
 
@@ -125,12 +126,19 @@ def _plan(options: RunOptions, placed: Sequence[Host]) -> str:
     )
 
 
-def _raise_file_limit(num_files: int) -> None:
-    """Raises the soft limit of open files: three pipes per host and two files per rank may exceed the usual 1,024."""
+def _raise_file_limit(num_files: int, *, is_guess: bool) -> None:
+    """Raises the soft limit of open files: three pipes per host and two files per rank may exceed the usual 1,024.
+
+    is_guess: the hosts are not known yet; a lower hard limit then does not refuse the job.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files + _OWN_FILES
     if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise LaunchError(f"This many hosts and ranks need {wanted} open files; the limit is {hard} (`ulimit -Hn`).")
+        if not is_guess:
+            raise LaunchError(
+                f"This many hosts and ranks need {wanted} open files; the limit is {hard} (`ulimit -Hn`)."
+            )
+        wanted = hard
     if soft != resource.RLIM_INFINITY and wanted > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -223,8 +231,6 @@ class JobRun:
         self._beat_due_at = 0.0
         selector = self._pipes.selector
         selector.register(job.io.signals, selectors.EVENT_READ, self._on_signals)
-        if self._discovery is not None:
-            selector.register(self._discovery, selectors.EVENT_READ, self._on_hosts)
         if job.io.call is not None:
             selector.register(job.io.call.caller_fd, selectors.EVENT_READ, self._on_caller_gone)
         try:
@@ -264,7 +270,8 @@ class JobRun:
     def _decide(self, now: float) -> None:
         """Does what follows from the state of the job, whatever has changed it."""
         job = self._job
-        if job.is_elastic:
+        if self._discovery is not None:
+            generations.update_hosts(job, self._discovery.name, self._discovery.news())
             generations.advance(job, now)
         elif job.is_starting:
             start.start_together(job, now)
@@ -317,10 +324,6 @@ class JobRun:
         job_end.on_signals(self._job, self._job.io.signals.taken())
         self._carry_out(self._job.take_orders())
 
-    def _on_hosts(self) -> None:
-        assert self._discovery is not None
-        generations.update_hosts(self._job, self._discovery.name, self._discovery.news())
-
     def _on_caller_gone(self) -> None:
         job = self._job
         assert job.io.call is not None
@@ -354,9 +357,7 @@ class JobRun:
     def _close(self) -> None:
         job = self._job
         if self._discovery is not None:
-            # First, because the selector is closed together with the pipes.
             self._discovery.close()
-            self._pipes.selector.unregister(self._discovery)
         self._pipes.close()
         self._orphan_killers.wait()
         for worker in job.ranks.rows:
@@ -487,9 +488,11 @@ def _may_continue_without(job: JobState, code: int, *, is_member: bool) -> bool:
 
 def _refuse(job: JobState, agent: AgentPipe, why: str) -> None:
     if job.is_elastic:
-        job.messages.say(f"{why.rstrip('.')}. {job_end.ban(job, agent.name)}")
-        job_end.note_failure(job, Outcome(exit_code=EXIT_USER_ERROR, may_restart=False), "")
+        is_in_use = job.agents.get(agent.name) is agent
         generations.dismiss_agent(job, agent)
+        # Its workers count as ended: it ends those that it has started, and never reports the others.
+        if is_in_use:
+            job_end.lose_host(job, agent.name, why, EXIT_USER_ERROR)
     elif agent.state is PipeState.STARTING:
         # It has answered, so the start does not wait for it any longer.
         agent.state = PipeState.READY

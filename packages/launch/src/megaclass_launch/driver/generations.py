@@ -25,6 +25,7 @@ from its state, whatever has changed it:
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -101,8 +102,10 @@ def _take_hosts(job: JobState, hosts: Sequence[Host]) -> None:
 def _open_agents(job: JobState, now: float) -> bool:
     """Opens agents on usable hosts, and lets those of removed hosts leave; returns whether any is being opened."""
     is_opening = False
-    # Those of banned hosts also count: their agents stay, and so do the ranks that run there.
-    num_slots = sum(job.hosts.slots(name) for name in job.agents)
+    # Of a banned host, whose agent stays, the ranks that still run there count, but not the slots that nothing can fill.
+    num_slots = sum(
+        job.hosts.slots(name) if job.hosts.is_usable(name, now) else len(job.ranks.on_host(name)) for name in job.agents
+    )
     for name, host in job.hosts.listed.items():
         if num_slots >= job.options.max_ranks:
             break
@@ -181,15 +184,16 @@ def is_enough(job: JobState, num_ranks: int, num_needed: int, now: float) -> boo
     if not job.hosts.listed or job.is_any_starting():
         return False
     limit = f"{job.options.elastic_timeout_s:g} s (--elastic-timeout)"
+    flag = "-np" if job.current is None and job.options.num_processes else "--min-np"
     if not job.has_told_shortage:
         job.has_told_shortage = True
         job.messages.say(
-            f"{num_ranks} rank(s) can run, but {num_needed} are needed (--min-np): waiting for hosts for up to {limit}."
+            f"{num_ranks} rank(s) can run, but {num_needed} are needed ({flag}): waiting for hosts for up to {limit}."
         )
     if now - job.short_since > job.options.elastic_timeout_s:
         job.messages.say(
-            f"no new generation: {num_ranks} rank(s) can run, {num_needed} are needed (--min-np), and no host was "
-            f"added within {limit}."
+            f"no new generation: {num_ranks} rank(s) can run, {num_needed} are needed ({flag}), and no host was added "
+            f"within {limit}."
         )
         end_after_failure(job)
     return False
@@ -451,7 +455,6 @@ def publication(
 
 def listed(members: Sequence[WorkerRecord]) -> str:
     """Returns the hosts with the number of their ranks: "h1:2, h2:1"."""
-    counts: dict[str, int] = {}
-    for member in members:
-        counts[member.host] = counts.get(member.host, 0) + 1
+    # A Counter keeps the order of insertion, which is that of the ranks.
+    counts = Counter(member.host for member in members)
     return ", ".join(f"{host}:{count}" for host, count in counts.items())

@@ -98,7 +98,10 @@ class HangWatch:
         if self._asked and now - self._asked_at > _ASK_S:
             self._judge()
         # While the screen is full, the ranks wait in their writes: they do not hang.
-        if job.is_ending or not job.ranks.has_started or job.is_paused or self._asked:
+        if not job.ranks.has_started or job.is_paused or self._asked:
+            return
+        # Ranks that save, because one has left with exit code 75, have a limit of their own.
+        if job.decision.reason is not Reason.NONE:
             return
         if not self._watched():
             return

@@ -359,7 +359,8 @@ class JobState:
         """Time at which ranks are ended that have not saved and left after the first one did with exit code 75."""
         self._orders: list[Order] = []
         if hosts is not None:
-            self.hosts.update(hosts)
+            # Not `update`, which keeps the order of the last generation: rank 0 belongs to the first of these.
+            self.hosts.listed = {host.name: host for host in hosts}
             for place in places_on(hosts):
                 self.ranks.add(*place, self.printed_at, rank=len(self.ranks.rows))
 

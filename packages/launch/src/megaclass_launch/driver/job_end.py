@@ -293,6 +293,8 @@ class OrphanKillers:
 
     def start(self, agent: AgentPipe) -> None:
         """Starts to kill all processes of the agent's run on its host, and does not wait."""
+        # Reaped: an elastic job may lose any number of hosts, one by one.
+        self._running = [running for running in self._running if running[0].poll() is None]
         # On a node of Ray only the agent can start a process; its own orphan killers remain.
         if len(self._running) == _MAX_ORPHAN_KILLERS or self._options.launcher == "ray":
             return

@@ -59,7 +59,6 @@ def agent_job(job: JobState, host: Host, run_id: str) -> Message:
         # In an elastic job every host may get rank 0.
         "holds_ports": job.is_elastic or is_first,
         "is_alone": is_only_host,
-        "needs_versions": not is_only_host,
     }
 
 
@@ -80,11 +79,19 @@ def greet(job: JobState, agent: AgentPipe, hello: Message) -> str:
     agent.state = PipeState.READY
     agent.ports = {"port": hello.get("port", 0), "store_port": hello.get("store_port", 0)}
     job.messages.detail(f"{agent.name}: agent {hello['pid']} is ready")
-    if not job.is_elastic or job.options.allows_mixed_versions:
+    if not job.is_elastic:
         return ""
-    # With one other host only: each of them was compared when it said hello.
     others = [other for other in job.agents.values() if other.hello and other is not agent]
-    return f"{found} {_SAME_VERSIONS}" if (found := _version_differences([agent, *others[:1]])) else ""
+    # With one other host only: each of them was compared when it said hello.
+    if not job.options.allows_mixed_versions and (found := _version_differences([agent, *others[:1]])):
+        return f"{found} {_SAME_VERSIONS}"
+    # Found out before it has ranks: while a generation trains, nothing about another host may end the job.
+    try:
+        for other in others:
+            address_of_first_host([other, agent])
+    except LaunchError as error:
+        return str(error)
+    return ""
 
 
 def _version_differences(agents: Sequence[AgentPipe]) -> str:
@@ -172,7 +179,7 @@ def _note_silent_hosts(job: JobState) -> None:
 
 
 def _compare_versions(job: JobState) -> None:
-    """Records a problem if the hosts have different versions. A single host was not asked for them (needs_versions)."""
+    """Records a problem if the hosts have different versions. A host that is alone was not asked for them."""
     found = _version_differences(job.opened) if len(job.opened) > 1 else ""
     if found and job.options.allows_mixed_versions:
         job.messages.say(f"WARNING {found.replace('The', 'the', 1)}")

@@ -117,7 +117,9 @@ class _LocalJob:
             for worker in self._supervisor.reap():
                 self._note_exit(worker)
             if self._is_ending:
-                self._supervisor.continue_ending()
+                # Also over if what is left hangs in the kernel and cannot be ended.
+                if self._supervisor.continue_ending():
+                    break
             elif not self._has_been_signalled:
                 self._look_for_hangs()
         self._supervisor.end()

@@ -5,9 +5,8 @@ It tells whether the network is as fast as it should be and computes rightly. Fo
 
 import json
 import logging
-import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -26,35 +25,6 @@ _PERIOD = 251
 _REPETITIONS = 20
 _SECONDS_PER_SIZE = 2.0
 """Sizes are repeated less often if the repetitions would take longer than this."""
-BACKENDS = ("auto", "gloo", "nccl")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchSettings:
-    """Sizes and backend to measure; all ranks need the same."""
-
-    min_bytes: int = 8
-    max_bytes: int = 256 << 20
-    factor: int = 2
-    backend: str = "auto"
-    """auto: gloo, and also nccl if every rank has its own GPU."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_bytes <= self.max_bytes:
-            raise ConfigError(
-                f"The sizes go from {self.min_bytes} to {self.max_bytes} bytes: -b must be at least 1 and at most -e."
-            )
-        if self.factor < 2:
-            raise ConfigError(f"-f is {self.factor}, the factor between a size and the next one: expected 2 or more.")
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"Unknown backend {self.backend!r}: expected {', '.join(BACKENDS)}.")
-
-    def sizes(self) -> Iterator[int]:
-        """Yields the sizes in bytes."""
-        size = self.min_bytes
-        while size <= self.max_bytes:
-            yield size
-            size *= self.factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,23 +43,30 @@ class Row:
     """Number of elements with a wrong value, over all ranks."""
 
 
-def parse_bytes(text: str) -> int:
-    """Parses a size as all_reduce_perf does: '8' -> 8, '256M' -> 268435456, with the units K, M and G."""
-    match = re.fullmatch(r"([0-9]{1,12})([KMG]?)", text.upper())
-    if match is None:
-        raise ConfigError(f"Cannot read the size {text!r}: expected bytes, or for example 64K, 256M, 1G.")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
+def sizes_between(first: int, last: int, factor: int) -> list[int]:
+    """Returns the sizes to measure, in bytes."""
+    if not 1 <= first <= last:
+        raise ConfigError(f"The sizes go from {first} to {last} bytes: -b must be at least 1 and at most -e.")
+    if factor < 2:
+        raise ConfigError(f"-f is {factor}, the factor between a size and the next one: expected 2 or more.")
+    sizes = [first]
+    while sizes[-1] * factor <= last:
+        sizes.append(sizes[-1] * factor)
+    return sizes
 
 
-def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
-    """Measures and prints on rank 0; returns the exit code: 0, or 1 if a result was wrong."""
+def run_bench(sizes: Sequence[int], backend: str, world: World, *, is_json: bool) -> int:
+    """Measures and prints on rank 0; returns the exit code: 0, or 1 if a result was wrong.
+
+    backend: gloo, nccl, or auto, which is gloo, and also nccl if every rank has its own GPU.
+    """
     if world.size == 1:
         _log.warning("a single rank sends nothing: start this command with two ranks or more.")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # NCCL refuses two ranks on one GPU. A rank that sees one GPU of its host may have it for itself.
-    may_have_gpu = world.local_size <= num_gpus or (num_gpus == 1 and settings.backend == "nccl")
-    has_gpu = may_have_gpu and settings.backend != "gloo"
-    if settings.backend == "nccl" and not has_gpu:
+    may_have_gpu = world.local_size <= num_gpus or (num_gpus == 1 and backend == "nccl")
+    has_gpu = may_have_gpu and backend != "gloo"
+    if backend == "nccl" and not has_gpu:
         seen = f"sees {num_gpus} GPU(s) for {world.local_size} ranks" if num_gpus else "sees no GPU"
         raise LaunchError(
             f"{world.name()} was asked for nccl, but torch {torch.__version__} {seen}: use --backend gloo."
@@ -97,10 +74,11 @@ def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
     rows: list[Row] = []
     shows_table = world.is_main and not is_json
     with process_group(world, device="cuda" if has_gpu else "cpu") as device:
-        for backend, where in _backends(settings, device):
+        on_gpu = [("nccl", device)] if has_gpu else []
+        for name, where in on_gpu if backend == "nccl" else [*on_gpu, ("gloo", torch.device("cpu"))]:
             if shows_table:
-                print(_header(backend, world), flush=True)
-            for row in measure(settings, backend, where, dist.new_group(backend=backend)):
+                print(_header(name, world), flush=True)
+            for row in measure(sizes, name, where, dist.new_group(backend=name)):
                 rows.append(row)
                 if shows_table:
                     print(_line(row), flush=True)
@@ -113,17 +91,10 @@ def run_bench(settings: BenchSettings, world: World, *, is_json: bool) -> int:
     return 1 if num_wrong else 0
 
 
-def _backends(settings: BenchSettings, device: torch.device) -> list[tuple[str, torch.device]]:
-    on_gpu = [("nccl", device)] if device.type == "cuda" else []
-    return on_gpu if settings.backend == "nccl" else [*on_gpu, ("gloo", torch.device("cpu"))]
-
-
-def measure(
-    settings: BenchSettings, backend: str, device: torch.device, group: dist.ProcessGroup | None
-) -> Iterator[Row]:
+def measure(sizes: Sequence[int], backend: str, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[Row]:
     """Yields one row per size. Collective: every rank measures the same sizes with the same number of repetitions."""
     num_ranks = dist.get_world_size(group)
-    for size in settings.sizes():
+    for size in sizes:
         # Zeros stay zeros; repeated sums of other numbers would grow until they overflow.
         numbers = torch.zeros(max(1, size // _ELEMENT_BYTES), device=device)
         dist.all_reduce(numbers, group=group)  # the first call opens connections

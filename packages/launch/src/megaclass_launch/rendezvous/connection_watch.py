@@ -165,7 +165,10 @@ class ConnectionWatch:
     def _run(self) -> None:
         interval_s = min(1.0, self._limit_s / 20)
         while not self._is_over.wait(interval_s):
-            dead = self._find_dead(time.monotonic())
+            try:
+                dead = self._find_dead(time.monotonic())
+            except OSError:
+                continue  # the process has no free file descriptor at the moment
             # The first dead connection decides: closing the others makes them look dead as well.
             if dead and not self.reason:
                 self._end(dead)
@@ -304,11 +307,15 @@ def connections() -> Iterator[Connection]:
 def _borrowed(file: int) -> Iterator[socket.socket]:
     """Yields a socket object for a copy of a descriptor that belongs to other code."""
     # A copy, because closing the object must not close the descriptor of the library that owns it.
-    held = socket.socket(fileno=os.dup(file))
+    copy = os.dup(file)
     try:
+        held = socket.socket(fileno=copy)
+    except OSError:
+        # Between the two calls the number may have become another kind of file.
+        os.close(copy)
+        raise
+    with held:
         yield held
-    finally:
-        held.close()
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
