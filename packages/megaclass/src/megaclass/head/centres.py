@@ -134,7 +134,7 @@ class Centres:
             if len(source) % self.num_subcentres or source.shape[1:] != own[name].shape[1:]:
                 raise HeadError(
                     f"Rows of {name!r} have shape {tuple(source.shape)}, this head's {tuple(own[name].shape)} with "
-                    f"{self.num_subcentres} centre(s) per class: embedding_dim or num_subcentres differ."
+                    f"{self.num_subcentres} centre(s) per class: embedding_dim, num_subcentres or bias differ."
                 )
             num_classes = len(source) // self.num_subcentres
             start = max(first_class, self.classes.start)

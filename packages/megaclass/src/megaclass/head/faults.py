@@ -192,8 +192,8 @@ def _text(kind: int, rank: int, position: int, value: int, count: int, step: int
         )
     if kind == WEIGHT:
         return (
-            f"A weight of the image at position {position} of the batch of rank {rank} is negative or not finite ({count} such "
-            f"image(s) in the global batch of step {step}, counted from 0). Weights must be 0 or more. {_KEPT}"
+            f"A weight of the image at position {position} of the batch of rank {rank} is missing, negative or not finite "
+            f"({count} such image(s) in the global batch of step {step}, counted from 0). Weights must be 0 or more. {_KEPT}"
         )
     if kind == NO_COUNT:
         return (
@@ -216,8 +216,9 @@ def _text(kind: int, rank: int, position: int, value: int, count: int, step: int
             f"writing to rows() yourself call accept_rows()."
         )
     return (
-        f"More classes were drawn than fit the capacity on {count} rank(s). {_KEPT} "
-        f"Raise max_batch, which the capacity is computed from, to the largest batch in use."
+        f"Classes that take part in the step are not among those drawn, on {count} rank(s). {_KEPT} "
+        f"Give begin_step() all labels of the step. Without begin_step(): more classes were drawn than fit the capacity; raise "
+        f"max_batch, which it is computed from, to the largest batch in use."
     )
 
 
