@@ -297,7 +297,7 @@ def test_labels_that_begin_step_was_not_given_are_refused_on_every_rank(run_rank
 
 
 def _step_without_images(options: dict[str, Any]) -> tuple[float, bool]:
-    head = new_head(13, max_batch=None, **options)
+    head = new_head(13, optimizer=RowSGD(), **options)
     before = head.rows()["weight"].clone()
     loss = head(torch.zeros(0, head.embedding_dim, requires_grad=True), torch.zeros(0, dtype=torch.int64))
     loss.backward()

@@ -604,7 +604,7 @@ ONES = torch.ones(3, D)
             {"weighted": True, "max_labels": 2},
             torch.tensor([[1, 2], [3, 4], [5, -1]]),
             torch.ones(3, 1),
-            "A weight of the image at position 0 of the batch of rank 0 is missing.* 2 such image",
+            "A weight of the image at position 0 of the batch of rank 0 is missing.*2 such image",
         ),
         (
             {"weighted": True, "max_labels": 2},
