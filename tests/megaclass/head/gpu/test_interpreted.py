@@ -277,7 +277,6 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
 
 @interpreted
 def test_drawn_classes_are_those_of_plain_pytorch():
-    from megaclass.head.centres import ClassRange
     from megaclass.head.gpu import rows as fused_rows
     from megaclass.head.sampling import rate_of_negatives, sample_classes
 
@@ -285,13 +284,13 @@ def test_drawn_classes_are_those_of_plain_pytorch():
     counted = rate_of_negatives(labels, 10_005, 0.1)
     for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500), (counted, 1300), (torch.zeros_like(counted), 8)):
         truth = sample_classes(labels, 5, 10_000, rate, seed=7, step=3)
-        drawn = fused_rows.draw(labels, ClassRange(5, 10_005), rate, 7, torch.tensor([3]), capacity, 10.0)
+        drawn = fused_rows.draw(labels, range(5, 10_005), rate, 7, torch.tensor([3]), capacity, 10.0)
         classes, weights, count = drawn.classes_S, drawn.class_weight_S, len(truth.classes_S)
         assert int(drawn.num_drawn) == count and not drawn.overflowed
         assert torch.equal(classes[:count], truth.classes_S) and (classes[count:] == 10_000).all()
         assert weights is not None and (weights[count:] == 0).all()
         assert torch.equal(weights[:count], torch.where(truth.is_positive_S, 1.0, 10.0))
-    assert fused_rows.draw(labels, ClassRange(5, 10_005), 0.1, 7, torch.tensor([3]), 500, 1.0).overflowed == 1
+    assert fused_rows.draw(labels, range(5, 10_005), 0.1, 7, torch.tensor([3]), 500, 1.0).overflowed == 1
 
 
 @interpreted

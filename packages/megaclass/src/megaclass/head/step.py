@@ -183,7 +183,8 @@ class GatheredImages:
 
     def by_rank(self, rows_GD: Tensor) -> Tensor:
         """Returns the rows as (W, max_batch, D). Both sizes are given: without an image on any rank neither follows."""
-        return rows_GD.unflatten(0, (len(self.counts_W), self.max_batch))
+        blocks_WBD: Tensor = rows_GD.unflatten(0, (len(self.counts_W), self.max_batch))
+        return blocks_WBD
 
 
 @dataclass(frozen=True, slots=True)
