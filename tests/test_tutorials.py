@@ -122,7 +122,7 @@ def photos_to_model() -> None:
 @pytest.mark.ranks
 def test_from_photos_to_a_model(folder):
     printed = output_of(photos_to_model)
-    assert "data:image/png" in Path("search.html").read_text()
+    assert "data:image/" in Path("search.html").read_text()
     assert re.search(r"(same|different): cosine .* \(false accept rate .* on holdout\)", printed)
     assert len(re.findall(r"^-?[\d.]+ holdout/", printed, re.MULTILINE)) == 5
 

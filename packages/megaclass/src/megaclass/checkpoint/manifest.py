@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -96,6 +97,8 @@ def _check_types(manifest: Manifest) -> None:
         value = getattr(manifest, name)
         require(name, value, _is_count(value) and value >= least, f"a whole number from {least}")
     require("config", manifest.config, isinstance(manifest.config, str), "text")
+    sections = tomllib.loads(manifest.config)
+    require("config", sections, all(isinstance(section, dict) for section in sections.values()), "sections of settings")
     for name, saved in manifest.files.items():
         for key in ("num_bytes", "class_start", "class_stop"):
             value = getattr(saved, key)
