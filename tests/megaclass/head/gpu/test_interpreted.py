@@ -161,6 +161,7 @@ def test_every_margin_trains_as_a_float64_head_does(name):
         "several labels, recompute",
         "decoupled",
         "weighted",
+        "weighted, a third",
         "adaface, several labels",
         "inner products",
         "inner products, in-batch, several labels",
@@ -192,6 +193,7 @@ def test_every_option_trains_as_a_float64_head_does(name):
         "several labels, recompute": {"max_labels": 2, "stored_bytes": 0, "num_classes": 100},
         "decoupled": {"max_labels": 2, "loss": "decoupled", "sample_rate": 0.5, "correct_sampling": True},
         "weighted": {"weighted": True},
+        "weighted, a third": {"weighted": True, "sample_rate": 0.3},
         "adaface, several labels": {"max_labels": 2, "margin": AdaFace(scale=16)},
         "inner products": inner,
         "inner products, in-batch, several labels": {**inner, **in_batch, "max_labels": 2},
@@ -200,6 +202,17 @@ def test_every_option_trains_as_a_float64_head_does(name):
     }[name]
     truth = train(new_head("chunked", **options), torch.float64)
     assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"weighted": True}], ids=["plain", "weighted"])
+def test_a_step_without_images_moves_nothing(options):
+    head = new_head("triton_fused", max_batch=None, sample_rate=0.0, **options)
+    before = head.rows()["weight"].clone()
+    loss = head(torch.zeros(0, WIDTH, requires_grad=True), torch.zeros(0, dtype=torch.int64))
+    loss.backward()
+    head.step(lr=0.1)
+    assert loss == 0 and torch.equal(head.rows()["weight"], before)
 
 
 @interpreted

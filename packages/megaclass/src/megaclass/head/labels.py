@@ -64,5 +64,6 @@ def read_words(words_G: Tensor, max_labels: int) -> tuple[Tensor, Tensor | None]
     """Returns (G, P) labels, and (G, P) weights if they travelled."""
     if words_G.ndim == 1:
         return words_G[:, None], None
-    labels_GP, bits_GP = words_G[:, :max_labels], words_G[:, max_labels:]
-    return labels_GP, bits_GP.contiguous().view(torch.float64) if bits_GP.shape[1] else None
+    # Contiguous, because the programs of the GPU read them as they lie.
+    labels_GP, bits_GP = words_G[:, :max_labels].contiguous(), words_G[:, max_labels:].contiguous()
+    return labels_GP, bits_GP.view(torch.float64) if bits_GP.shape[1] else None

@@ -76,7 +76,8 @@ def cut_classes(
     # A chunk that is not kept takes room in addition to those that are: if little is kept, chunks are smaller.
     chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, stored_bytes // 4))
     num_chunks = max(1, -(-num_classes // max(tiles.classes, chunk_bytes // bytes_per_class)))
-    per_chunk = -(-num_classes // num_chunks)
+    # Without images and with the sample rate 0 there are no classes.
+    per_chunk = max(1, -(-num_classes // num_chunks))
     splits = _choose_splits(
         -(-num_images // tiles.images), -(-per_chunk // tiles.classes), num_sms * tiles.programs_per_sm
     )
