@@ -96,8 +96,9 @@ def test_exponentials_fit_every_supported_gpu(capability: int, options: dict[str
     tiles = tiles_for(major_minor, DTYPES[options["dtype"]], options.get("num_subcentres", 1), is_plain=is_plain)
     usage = exponentials_usage(capability, tiles, **options)
     # The plain program keeps everything in registers. With all options at once, Triton 3.8 keeps six numbers per thread in
-    # memory on sm_90, and Triton 3.6 as many of each program on sm_120.
-    assert usage.spilled_bytes <= (0 if is_plain and capability < 120 else 24)
+    # memory on sm_90, and Triton 3.6 as many of each program on sm_120 and two of the one for float32.
+    is_tight = is_plain and capability < 120 and options["dtype"] != "fp32"
+    assert usage.spilled_bytes <= (0 if is_tight else 24)
     assert usage.shared_bytes * tiles.programs_per_sm <= SHARED_BYTES[capability]
     assert usage.registers * tiles.warps * 32 * tiles.programs_per_sm <= REGISTERS
 

@@ -26,7 +26,7 @@ class Tiles:
     programs_per_sm: int = 1
     flatten: bool = False
     parts: int = 1
-    """A tile is stored in so many parts: halves take half the shared memory, and on some GPUs fewer registers."""
+    """A tile is stored in so many parts, with sub-centres 1: halves take less shared memory, on some GPUs fewer registers."""
 
 
 # By compute capability: the first row that the device reaches. Shared memory a block may use: 227, 99, 163 KiB.
@@ -43,7 +43,7 @@ TILES: list[tuple[tuple[int, int], Tiles]] = [
 LADEN_TILES = Tiles(128, 128, 64, warps=4, stages=3, programs_per_sm=2, flatten=True, parts=2)
 SUBCENTRE_TILES = Tiles(128, 128, 64, warps=8, stages=2)
 SMALL_TILES = Tiles(64, 64, 64, warps=8, stages=2)
-FLOAT32_TILES = Tiles(64, 64, 32, warps=8, stages=2, parts=2)
+FLOAT32_TILES = Tiles(64, 64, 32, warps=8, stages=2)
 
 
 def tiles_for(capability: tuple[int, int], dtype: torch.dtype, num_subcentres: int, *, is_plain: bool) -> Tiles:
