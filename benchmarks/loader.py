@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from megaclass.data.loader import BatchLoader
-from megaclass.data.loading.choose import available_cores, choose_processes
-from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings, available_cores, choose_processes
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.synthesize import synthesize
 

@@ -84,7 +84,7 @@ def accuracy(data: Path, sample_rate: object, kind: str, seed: int) -> float:
     images = PairImages(pair_set=pairs, image_size=IMAGE_SIZE, set_name="the pairs", fit=None)
     evaluator = Evaluator(network=backbone, image_size=IMAGE_SIZE, device=torch.device("cpu"))
     embeddings = evaluator.embed(images).normalised_ND()
-    return score_embeddings("model", embeddings, pairs.is_same).verification.accuracy
+    return score_embeddings(embeddings, pairs.is_same).verification.accuracy
 
 
 def main() -> None:

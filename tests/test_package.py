@@ -121,7 +121,7 @@ def test_the_wheel_of_megaclass_holds_recipes_and_pages_and_has_its_extras(wheel
     }
     assert len(data) > 4 and data <= names
     extras = set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
-    assert {"ui", "tensorboard", "wandb", "onnx", "retrieval", "hub", "horovod", "dev"} <= extras
+    assert {"ui", "tensorboard", "wandb", "onnx", "hub", "horovod", "dev"} <= extras
 
 
 def test_the_packages_have_one_version_and_pin_each_other_exactly():

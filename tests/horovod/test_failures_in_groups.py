@@ -113,6 +113,9 @@ def _sparse(rank: int, size: int) -> None:
     rows = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.full((1, 3), rank + 1.0), (4, 3))
     total = size * (size + 1) / 2
     assert hvd.sparse_allreduce_async(rows, "rows", hvd.Sum)().to_dense()[1].tolist() == [total] * 3
+    # Without a name, several may be in flight.
+    fetches = [hvd.sparse_allreduce_async(rows * factor, None, hvd.Sum) for factor in (1, 2)]
+    assert [fetch().to_dense()[1, 0].item() for fetch in fetches] == [total, 2 * total]
     nothing = torch.zeros(4, 3).to_sparse()
     assert hvd.sparse_allreduce_async(nothing, "nothing", hvd.Average)()._nnz() == 0
     for op in (hvd.Max, hvd.Adasum, 9):

@@ -1,5 +1,6 @@
 """Gradients are handed over in as few batches as can be, and it does not matter for the result how they were cut."""
 
+import functools
 import json
 import statistics
 
@@ -87,8 +88,8 @@ def _train(rank: int, size: int, **options) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_models_whose_branches_differ_between_steps_and_ranks_are_trained_right(run_ranks, size):
+@pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {}), (2, {"groups": 2})])
+def test_models_whose_branches_differ_between_steps_and_ranks_are_trained_right(run_ranks, size, options):
     torch.manual_seed(0)
     model = _Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -97,7 +98,7 @@ def test_models_whose_branches_differ_between_steps_and_ranks_are_trained_right(
         for rank in range(size):
             (model(_images(rank, step), _choice(rank, step)).square().mean() / size).backward()
         optimizer.step()
-    for weights in run_ranks(size, in_job, _train):
+    for weights in run_ranks(size, in_job, functools.partial(_train, **options)):
         for got, parameter in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(got, parameter.detach(), rtol=1e-4, atol=1e-6)
 

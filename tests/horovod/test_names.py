@@ -47,6 +47,23 @@ def test_unnamed_operations_meet_again_after_every_join(run_ranks):
     run_ranks(3, in_job, _names_after_join)
 
 
+def _after_uneven_epochs(rank: int, size: int) -> None:
+    for _ in range(2):
+        # Rank 0 has more data than the others, and uses barriers and objects while they have joined.
+        if rank == 0:
+            hvd.barrier()
+            kind, text = error_of(lambda: hvd.broadcast_object("while others have joined"))
+            assert kind == "HorovodInternalError", (kind, text)
+        hvd.join()
+        hvd.barrier()
+        assert hvd.broadcast_object(rank) == 0
+        assert hvd.broadcast_object(rank, name="named") == 0
+
+
+def test_barriers_and_objects_meet_again_after_a_join(run_ranks):
+    run_ranks(2, in_job, _after_uneven_epochs)
+
+
 _HOROVOD_TORCH = """
 Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
 allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async

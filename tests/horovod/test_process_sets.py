@@ -141,6 +141,10 @@ def _of_an_earlier_job(rank: int, size: int) -> None:
     hvd.init(process_sets=[new])
     # The new set has the number that the old one had: it must not stand in for it.
     assert new.process_set_id == old.process_set_id == 1
+    assert error_of(old.size) == ("ValueError", "Process set does not exist or has not been registered.")
+    assert not hvd.remove_process_set(old) and new.size() == 2
+    # A removal that is refused leaves the set as it is.
+    assert "HOROVOD_DYNAMIC_PROCESS_SETS=1" in error_of(lambda: hvd.remove_process_set(new))[1]
     name, text = error_of(lambda: hvd.allreduce(torch.ones(1), process_set=old))
     assert name == "ValueError" and "does not exist, or has not been registered" in text
     if new.included():
@@ -179,6 +183,7 @@ def _changed_while_running() -> list[int]:
         chosen = one if rank == 0 else two
         name, text = error_of(lambda: hvd.remove_process_set(chosen))
         assert name == "HorovodInternalError" and "process sets" in text
+        assert hvd.remove_process_set(one)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     return numbers
 

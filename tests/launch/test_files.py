@@ -209,3 +209,11 @@ def test_a_disk_that_fails_to_flush_is_an_error_and_so_is_a_file_that_cannot_be_
     code = errno.EINVAL
     with pytest.raises(OSError, match=os.strerror(code)):
         flush(tmp_path / "file")
+
+
+def test_writing_never_changes_the_umask_that_other_threads_create_files_with(tmp_path, umask, monkeypatch):
+    umask(0o027)
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
+    write_text(tmp_path / "text", "x")
+    monkeypatch.undo()
+    assert mode(tmp_path / "text") == 0o640

@@ -13,9 +13,12 @@ pytestmark = pytest.mark.ranks
 
 ELSEWHERE = """
 import asyncio, concurrent.futures.process, enum, multiprocessing.pool, os, shutil, signal, subprocess, sys, tempfile
-import filelock, numpy, PIL.Image, torch, torch.distributed
+import filelock, multiprocessing.context, numpy, PIL.Image, torch, torch.distributed
 for name in [name for name in sys.modules if name.partition(".")[0] == "megaclass"]:
     del sys.modules[name]  # imported again without what is removed
+# What multiprocessing has on Unix alone; torch has its own reference.
+for name in ("ForkServerContext", "ForkServerProcess", "ForkContext", "ForkProcess"):
+    delattr(multiprocessing.context, name)
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "tty", "curses", "syslog"):
     sys.modules[name] = None
 for name in ("memfd_create sched_getaffinity sched_setaffinity geteuid getuid getloadavg killpg setsid posix_fadvise fork "

@@ -14,10 +14,12 @@ from PIL import Image
 from tests.forked import Forked, ended_ranks, run_forked, torchrun
 
 import megaclass
+from megaclass.api import _saved_optimizer, resolve_recipe
 from megaclass.cli.main import main
 from megaclass.config.read import load_config, overrides_of
 from megaclass.errors import HeadError
 from megaclass.training.choose_recipe import choose_recipe
+from megaclass.training.start.restart import StartMode
 from megaclass_launch.errors import ConfigError, UserError
 
 TINY: dict[str, Any] = {
@@ -125,6 +127,8 @@ def test_large_data_on_several_gpus_gets_the_large_recipe_and_a_tenth_of_the_cla
     chosen = choose_recipe("synthetic:600000")
     assert chosen.path.stem == "own-large"
     assert chosen.overrides[2:] == ["data.size=112", "train.global_batch=512", "train.nproc=4", "head.sample_rate=0.1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert choose_recipe("synthetic:600000").overrides[3:5] == ["train.global_batch=1024", "train.nproc=8"]
 
 
 @pytest.mark.ranks
@@ -141,6 +145,31 @@ def test_a_folder_is_trained_and_resumed_with_the_settings_it_began_with(tmp_pat
     assert "To continue it: megaclass train runs/photos --resume" in capsys.readouterr().err
     assert main(["train", "runs/photos", "--resume", "train.epochs=3", "export.onnx=false"]) == 0
     assert json.loads(Path("runs/photos/summary.json").read_text())["steps"] == 3 * 3
+
+
+def test_what_is_continued_is_the_folder_that_is_named_with_the_data_that_is_named(tmp_path, monkeypatch):
+    """Both may have been moved or copied since."""
+    monkeypatch.chdir(tmp_path)
+    mode = StartMode(resume="auto")
+    draw(Path("disk/photos"), 5, 6)
+    Path("runs/photos").mkdir(parents=True)
+    began = '[data]\npath = "gone/photos"\n[train]\nrun_dir = "runs/first"\nepochs = 7.0\n'
+    Path("runs/photos/config.toml").write_text(began)
+    config = load_config(*resolve_recipe("disk/photos", [], mode))
+    assert (config.data.path, config.train.run_dir, config.train.epochs) == ("disk/photos", "runs/photos", 7.0)
+    config = load_config(*resolve_recipe("runs/photos", [], mode))
+    assert (config.data.path, config.train.run_dir) == ("gone/photos", "runs/photos")
+    config = load_config(*resolve_recipe("runs/photos", ["data.path=new", "train.run_dir=other"], mode))
+    assert (config.data.path, config.train.run_dir) == ("new", "other")
+
+
+def test_the_optimizer_of_the_centres_stays_that_of_the_run_unless_it_is_chosen(tmp_path):
+    """What auto means has changed since 0.1.0."""
+    (tmp_path / "config.toml").write_text('[head]\noptimizer = "sgd"\n')
+    given = ["head.sample_rate=0.1", f"train.run_dir={tmp_path}"]
+    for more, optimizer in (([], "sgd"), (["head.optimizer=auto"], "sgd"), (["head.optimizer=adamw"], "")):
+        overrides = [*given, *more]
+        assert _saved_optimizer(Path("demo"), overrides, load_config(Path("demo"), overrides)) == optimizer
 
 
 # ---- the run that is returned -----------------------------------------------------------------------------------------
@@ -199,9 +228,12 @@ def test_a_run_that_only_classifies_ends_by_that_accuracy(tmp_path, monkeypatch,
     draw(Path("others"), 6, 3)
     settings = {"lr": 1e-9, "epochs": 200, "evaluate_epochs": 0.5, "patience": 2, "evaluate_sets": ["others"]}
     small = {name: value for name, value in TINY.items() if name != "synth"}
-    run = megaclass.train("photos", data={"path": "photos", "size": 32}, **settings, **small)
+    run = megaclass.train("photos", data={"path": "photos", "size": 32}, head={"sample_rate": 0.5}, **settings, **small)
     found = [row["classification_top_1"] for row in run.metrics if "classification_top_1" in row]
     assert len(found) - 1 - found.index(max(found)) == 2 and len(found) < 400
+    # With the centres as they were saved, which have moved to the means of their classes after the last evaluation.
+    of_saved = megaclass.evaluate(run, classify="others").numbers["others-classes"]["top_k"]["1"]
+    assert run.numbers["classification_top_1"] == of_saved != found[-1]
     assert "the last 2 evaluations brought no better accuracy than" in capsys.readouterr().err
 
 
@@ -226,7 +258,9 @@ settings = dict(synth={"identities": 12, "images_per_identity": 8, "size": 32, "
 rows = []
 run = megaclass.train("demo", nproc=2, epochs=200, callbacks=[rows.append, lambda row: row["step"] >= 4], **settings)
 assert run.is_finished and run.numbers["world_size"] == 2, run
-found = megaclass.evaluate(run, "datasets/demo/verification.bin", nproc=2)
+results = []
+found = megaclass.evaluate(run, "datasets/demo/verification.bin", nproc=2, on_result=results.append)
+assert results == found.results and len(results) == 1
 assert found.numbers["verification"]["accuracy"] == run.numbers["verification_accuracy"], found
 steps = [row["step"] for row in rows]
 assert steps == [row["step"] for row in run.metrics] and steps[-1] < 200, steps

@@ -68,6 +68,16 @@ def test_text_stays_the_text_that_was_typed(recipe, text):
     assert load_config(recipe(), [f"train.run_dir={text}"]).train.run_dir == text
 
 
+def test_a_path_in_the_home_folder_is_there_and_not_in_a_folder_called_tilde(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/anna")
+    config = load_config(recipe(MINIMAL.replace("faces", "~/faces")), ["train.run_dir=~/runs/first", "data.stage=~"])
+    assert (config.data.path, config.train.run_dir, config.data.stage) == (
+        "/home/anna/faces",
+        "/home/anna/runs/first",
+        "~",
+    )
+
+
 def test_quotes_around_text_are_those_of_toml(recipe):
     assert load_config(recipe(), ['train.run_dir="a\\tb"']).train.run_dir == "a\tb"
     assert load_config(recipe(), ["train.run_dir='a\\tb'"]).train.run_dir == "a\\tb"

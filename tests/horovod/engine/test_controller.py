@@ -41,7 +41,7 @@ class Notes:
             if operation is not None:
                 operation.result = names
 
-    def small_payload(self, operations: list[Operation]) -> bytes:
+    def small_payload(self, operations: list[Operation], num_ranks: int) -> bytes:
         return bytes([self._rank]) if self._sends_payloads else b""
 
     def add_payloads(self, request: Request, payloads: list[bytes]) -> bytes:
@@ -265,6 +265,25 @@ def test_a_failure_on_one_rank_ends_the_job_on_all_and_names_the_rank(job):
     job.on_all(lambda rank: job.run(rank, _allreduce("x")))
     errors = job.on_all(lambda rank: job.run(rank, _allreduce("y")))
     assert all("allreduce.x on rank 2 (c) failed: the network is on fire" in str(error) for error in errors)
+
+
+def test_after_a_failure_a_rank_runs_nothing_of_what_was_agreed_together_with_it():
+    job = Job(cycle_time_s=60.0, fusion_threshold=0)
+    job.notes[2].fails_at = "x"
+
+    def submit(rank: int) -> None:
+        operations = [Operation(_allreduce(name)) for name in "xy"]
+        with job.controllers[rank].together():
+            for operation in operations:
+                job.controllers[rank].submit(operation)
+        for operation in reversed(operations):
+            job.controllers[rank].wait(operation)
+
+    errors = job.on_all(submit)
+    # The others are in x: if rank 2 went on to y, they would take its numbers for those of x.
+    assert job.notes[2].performed == []
+    assert "allreduce.x on rank 2 (c) failed: the network is on fire" in str(errors[2])
+    job.stop()
 
 
 @pytest.mark.parametrize(("lost", "text"), [(2, r"^Rank 2 \(c\) is gone\."), (1, r"^Rank 1 \(b\) is gone\.")])

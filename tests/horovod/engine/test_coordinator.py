@@ -1,5 +1,6 @@
 """The coordinator's table: when operations are ready, what differs between ranks, joins, stalls. Time is an argument."""
 
+import math
 import re
 
 import pytest
@@ -26,8 +27,7 @@ def _announce(
     coordinator: Coordinator, rank: int, *requests: Request, now: float = 0.0, payload: bytes = b""
 ) -> Answer | None:
     content = packed(requests)
-    own = () if rank else requests
-    return coordinator.announce(rank, Cycle(short_hash(content), content, now, payload, own))
+    return coordinator.announce(rank, Cycle(short_hash(content), content, now, payload))
 
 
 def _names(answer: Answer | None) -> list[list[str]]:
@@ -43,7 +43,7 @@ def test_an_operation_is_ready_when_all_members_have_announced_it():
     assert _announce(coordinator, 2, _request("x")) is None
     assert _announce(coordinator, 0, _request("x")) is None
     assert _names(_announce(coordinator, 1, _request("x"))) == [["x"]]
-    assert coordinator.next_check() is None
+    assert coordinator.next_check() == math.inf
 
 
 def test_ranks_may_announce_in_different_orders_and_cut_their_cycles_differently():
@@ -103,7 +103,7 @@ def test_a_difference_between_ranks_is_an_error_that_names_both_sides(one, two, 
     answer = _announce(coordinator, 1, two)
     [error] = _errors(answer)
     assert re.match(f"Mismatched .*{text}", error), error
-    assert coordinator.next_check() is None, "the job continues"
+    assert coordinator.next_check() == math.inf, "the job continues"
 
 
 def test_operations_that_no_rank_can_run_are_errors():
@@ -160,7 +160,7 @@ def test_ranks_that_use_one_name_for_different_operations_are_told_after_a_momen
     assert coordinator.next_check() == 10.0 + CROSSED_S
     assert coordinator.check(10.0 + CROSSED_S / 2)[0] is None
     answer, warning, reason = coordinator.check(10.0 + CROSSED_S)
-    expected = "Mismatched operations for the name 'x': rank 0 (a) did an allreduce, but rank 1 (b) did an allgather."
+    expected = "Mismatched operations for the name 'x': rank 0 (a) called allreduce, but rank 1 (b) called allgather."
     assert _errors(answer) == [expected, expected]
     assert (warning, reason) == ("", "")
 
@@ -174,7 +174,7 @@ def test_ranks_that_use_one_name_in_different_process_sets_are_told():
     _announce(coordinator, 2, _request("x"))
     errors = _errors(coordinator.check(1.0)[0])
     text = (
-        "Mismatched process sets for the name 'x': rank 0 (a) did an allreduce on process set 2 [0, 1], but rank 1 (b) "
+        "Mismatched process sets for the name 'x': rank 0 (a) called allreduce on process set 2 [0, 1], but rank 1 (b) "
     )
     assert len(errors) == 2
     assert all(error.startswith(text) for error in errors), errors
@@ -213,7 +213,7 @@ def test_with_stall_checks_off_nothing_is_due_after_the_comparison():
     coordinator = _coordinator(stall_warning_s=0.0)
     _announce(coordinator, 0, _request("x"))
     coordinator.check(1.0)
-    assert coordinator.next_check() == float("inf")
+    assert coordinator.next_check() == math.inf
     assert coordinator.check(1e9) == (None, "", "")
 
 

@@ -28,8 +28,6 @@ def test_small_allreduces_of_one_kind_travel_together_up_to_the_threshold():
     assert _names(fuse(responses, Settings())) == [["a", "b", "d"], ["c"], ["e"], ["f"]]
     assert _names(fuse(responses, Settings(fusion_threshold=800))) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
     assert len(fuse(responses, Settings(fusion_threshold=0))) == 6
-    requests = [response.requests[0] for response in responses]
-    assert fuse(requests, Settings()) == fuse(responses, Settings())
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ class _Job:
             Settings(**settings),
             sets,
             sends,
-            self._lists.__getitem__,
             lambda: self.is_closed,
             Timeline(),
             _Payloads(),
@@ -112,12 +111,17 @@ def test_once_rank_0_is_closed_no_rank_is_told_to_run_anything():
     assert job.answers() == []
 
 
-def test_missing_ranks_are_warned_about():
-    job = _Job(stall_warning_s=60.0)
+def test_missing_ranks_are_warned_about_and_end_the_job_in_the_end(caplog):
+    job = _Job(stall_warning_s=60.0, stall_shutdown_s=300.0)
     job.announce(0, _request("x"))
     job.announce(1, _request("y"))
-    warning, reason = job.rank0.check(job.rank0.next_check() + 100.0)
-    assert reason == "" and warning.endswith("Missing ranks:\n0 (a): [allreduce.y]\n1 (b): [allreduce.x]")
+    begun = job.rank0.next_check()
+    job.rank0.check_if_due(begun + 100.0)
+    assert caplog.messages[-1].endswith("Missing ranks:\n0 (a): [allreduce.y]\n1 (b): [allreduce.x]")
+    assert job.kinds() == [[], []]
+    job.rank0.check_if_due(begun + 300.0)
+    assert caplog.messages[-1].endswith("Will shutdown.") and job.rank0.reason == caplog.messages[-1]
+    assert job.kinds() == [[MessageKind.STOP]] * 2
 
 
 # ---- the end ----

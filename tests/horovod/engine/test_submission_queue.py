@@ -1,65 +1,45 @@
 """When submitted operations are announced. Time is an argument."""
 
+import math
+
 from horovod.engine.messages import Request
 from horovod.engine.operation import Operation
 from horovod.engine.submission_queue import SubmissionQueue
 
 CYCLE_S = 0.001
+HELD_S = 5 * CYCLE_S
 
 
-def _queue(*counts: int, cycle_time_s: float = CYCLE_S) -> SubmissionQueue:
+def _queue(count: int, cycle_time_s: float = CYCLE_S) -> SubmissionQueue:
     queue = SubmissionQueue(cycle_time_s)
-    for count in counts:
-        _submit(queue, count)
+    for _ in range(count):
+        _submit(queue)
     return queue
 
 
-def _submit(queue: SubmissionQueue, count: int = 4) -> None:
-    operation = Operation(Request.of("allreduce", f"x{len(queue.operations)}", 0, ("float32",), ((count,),), 1))
-    queue.operations.append(operation)
-    queue.num_bytes += operation.request.terms.num_bytes
+def _submit(queue: SubmissionQueue) -> None:
+    request = Request.of("allreduce", f"x{len(queue.operations)}", 0, ("float32",), ((4,),), 1)
+    queue.operations.append(Operation(request))
 
 
-def test_operations_are_announced_when_the_submissions_pause():
-    queue = _queue(4)
-    assert queue.next_look(10.0) == 10.0
-    assert queue.take_if_due(10.0) == []
-    assert queue.next_look(10.0) == 10.0 + CYCLE_S
+def test_operations_are_announced_a_moment_after_the_engine_has_seen_the_first():
+    queue = _queue(1)
+    assert queue.due_at(10.0) == 10.0 + HELD_S
     _submit(queue)
-    assert queue.take_if_due(10.0011) == []
+    assert queue.take_if_due(10.0 + HELD_S / 2) == []
+    assert queue.due_at(10.0 + HELD_S / 2) == 10.0 + HELD_S
     both = queue.operations
-    assert queue.take_if_due(10.0022) == both
-    assert queue.next_look(10.0022) is None
-    assert queue.take_if_due(10.0044) == []
-
-
-def test_a_late_look_does_not_count_as_a_pause():
-    queue = _queue(4)
-    queue.take_if_due(10.0)
-    # The submitting thread held the interpreter for 5 ms and had no core meanwhile.
-    assert queue.take_if_due(10.006) == []
-    assert queue.next_look(10.006) == 10.006 + CYCLE_S
-    assert len(queue.take_if_due(10.0071)) == 1
+    assert len(both) == 2 and queue.take_if_due(10.0 + HELD_S) == both
+    assert queue.due_at(11.0) == math.inf and queue.take_if_due(11.0) == []
+    _submit(queue)
+    assert queue.due_at(12.0) == 12.0 + HELD_S
 
 
 def test_operations_are_announced_at_once_if_a_thread_waits_or_there_is_no_cycle_time():
-    queue = _queue(4, 4)
-    queue.hurry()
-    assert queue.next_look(10.0) == 10.0
+    queue = _queue(2)
+    assert queue.hurry() and not queue.hurry()
+    assert queue.due_at(10.0) == 0.0
     assert len(queue.take_if_due(10.0)) == 2
-    queue.hurry()
-    assert not queue.is_urgent
-    assert len(_queue(4, cycle_time_s=0.0).take_if_due(10.0)) == 1
-
-
-def test_a_stream_without_pauses_is_cut_soon_if_it_is_large_and_later_if_it_is_small():
-    def announced_after(count: int) -> float:
-        queue, now = SubmissionQueue(CYCLE_S), 10.0
-        while True:
-            _submit(queue, count)
-            if queue.take_if_due(now):
-                return now - 10.0
-            now += CYCLE_S
-
-    assert 0.0045 < announced_after(count=10**6) < 0.0065
-    assert 0.0395 < announced_after(count=4) < 0.0415
+    assert not queue.hurry()
+    assert queue.due_at(10.0) == math.inf
+    assert len(_queue(1, cycle_time_s=0.0).take_if_due(10.0)) == 1

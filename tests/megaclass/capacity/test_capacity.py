@@ -3,12 +3,13 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megaclass.capacity.job import GIB, GPUS, PlannedJob, known_gpu
-from megaclass.capacity.memory import plan_loader, plan_memory
+from megaclass.capacity.job import GIB, GPUS, PlannedJob, gpu_named
+from megaclass.capacity.memory import plan_memory
 from megaclass.capacity.plan import _checkpoint_bytes, make_plan, plan_text
 from megaclass.capacity.speed import exchanges, step_time
 from megaclass.cli.main import main
@@ -170,22 +171,22 @@ def with_data(planned: PlannedJob, **data: object) -> PlannedJob:
     return planned.with_settings(data=data)
 
 
+def readers(planned: PlannedJob) -> tuple[int, int]:
+    plan = make_plan(planned)
+    return plan["loader_processes_per_rank"], plan["reader_threads_per_rank"]
+
+
 def test_the_loader_is_the_one_that_training_would_start_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = job("slim", 8 * 64, 1000, 1.0, num_ranks=8)
-    batch_bytes = 64 * 112 * 112 * 3
     for cores in (16, 64, 1024):
         monkeypatch.setattr(choose, "available_cores", lambda cores=cores: cores)
         cuda = torch.device("cuda")
         started = choose.choose_processes("debug", workers="auto", device=cuda, num_local_ranks=8)
-        found = plan_loader(with_data(planned))
-        assert found.num_processes == found.num_threads == started.num_processes
-        # data/loading/pool.py: at most 16 batches ahead, within 256 MiB, and two that training holds.
-        assert found.host_bytes == 18 * batch_bytes
-    assert plan_loader(with_data(planned, workers=3, threads=2)).num_threads == 3
-    own_threads = plan_loader(with_data(planned, workers=0, threads=5))
-    assert (own_threads.num_processes, own_threads.host_bytes) == (0, (6 + 5 + 2) * batch_bytes)
+        assert readers(with_data(planned)) == (started.num_processes, started.num_processes)
+    assert readers(with_data(planned, workers=3, threads=2)) == (3, 3)
+    assert readers(with_data(planned, workers=0, threads=5)) == (0, 5)
     on_gpu = plan_memory(with_data(planned, on_gpu=True))
-    assert on_gpu.host_loader == 0 and on_gpu.parts["training images"] == 10_000 * 112 * 112 * 3
+    assert on_gpu.parts["training images"] == 10_000 * 112 * 112 * 3
 
 
 @pytest.mark.ranks
@@ -216,5 +217,20 @@ def test_the_decode_rate_is_measured_on_the_data_of_the_recipe(
     )
 
 
-def test_a_gpu_is_recognised_by_its_name_and_memory() -> None:
-    assert known_gpu("NVIDIA A100-SXM4-40GB", 42_400_000_000) is GPUS["a100-40"] and known_gpu("abacus", None) is None
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.5, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, "a100-40"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, "rtx4090"),
+        ("Abacus", 1.0, "h200"),
+    ],
+)
+def test_the_gpu_of_this_machine_is_recognised_by_its_name_and_has_its_own_memory(
+    monkeypatch: pytest.MonkeyPatch, name: str, gib: float, known: str
+) -> None:
+    here = SimpleNamespace(name=name, total_memory=round(gib * GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    memory = GPUS["h200"].memory if known == "h200" else here.total_memory
+    assert gpu_named(None) == replace(GPUS[known], memory=memory)

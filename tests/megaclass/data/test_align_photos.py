@@ -11,6 +11,7 @@ from tests.megaclass.face_detectors import BOX, POINTS, write_retinaface, write_
 
 from megaclass.data.align import STANDARD_POINTS, align
 from megaclass.data.face_detector import FaceDetector
+from megaclass.data.tools.align_photos import read_points
 from megaclass.errors import DataError
 
 WRITERS = {"scrfd": write_scrfd, "retinaface": write_retinaface}
@@ -169,3 +170,9 @@ def test_a_line_without_landmarks_is_named(tmp_path):
     command = ["data", "align", str(tmp_path / "photos"), "--out", str(tmp_path / "crops")]
     ended = ended_in_this_process([*command, "--points", str(tmp_path / "points.txt")])
     assert ended.returncode == 2 and "Line 3 of" in ended.stderr and "b.png 1 2 3" in ended.stderr
+
+
+def test_landmarks_that_are_not_text_are_an_error_that_names_the_line(tmp_path):
+    (tmp_path / "points").write_bytes(b"\xff\xfe\n\n\x93NUMPY\xff\n")
+    with pytest.raises(DataError, match=r"Line 3 of .*points"):
+        read_points(tmp_path / "points")

@@ -209,3 +209,30 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(capsys, tmp_path):
     ):
         code, _, err = run(capsys, *arguments)
         assert code == 2 and err.startswith("megaclass: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["data", "pack", "photos", "--out", "packed", "--threads", "0"],
+        ["data", "glyphs", "--processes", "-1"],
+        ["data", "align", "photos", "--out", "crops", "--points", "points.txt", "--size", "0"],
+        ["data", "bench", "photos", "--batch", "0"],
+        ["evaluate", "run", "--on", "lfw.bin", "--batch-size", "0"],
+        ["search", "run", "photos", "query.jpg", "-k", "0"],
+    ],
+)
+def test_a_number_below_1_is_refused_before_anything_is_read(given, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    assert f"argument {given[-2]}: '{given[-1]}' is not a whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_a_list_of_names_that_is_too_short_is_no_traceback(tmp_path, capsys):
+    for label in range(2):
+        (tmp_path / "own" / f"{label}").mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / "own" / f"{label}" / "0.png")
+    (tmp_path / "own" / "classes.txt").write_text("anna\n")
+    assert main(["data", "unpack", str(tmp_path / "own"), "--out", str(tmp_path / "out")]) == 2
+    assert "names 1 classes, but has labels for 2" in capsys.readouterr().err

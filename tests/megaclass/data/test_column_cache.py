@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 def num_built(monkeypatch):
     """How often an index was parsed and labels were collected."""
     counts = {"index": 0, "labels": 0}
-    parse, collect = record_index._parse, record_source._collect_labels
+    parse, collect = record_index.read_index_lines, record_source._collect_labels
 
     def counted_parse(*args):
         counts["index"] += 1
@@ -40,7 +40,7 @@ def num_built(monkeypatch):
         counts["labels"] += 1
         return collect(*args)
 
-    monkeypatch.setattr(record_index, "_parse", counted_parse)
+    monkeypatch.setattr(record_index, "read_index_lines", counted_parse)
     monkeypatch.setattr(record_source, "_collect_labels", counted_collect)
     return counts
 
@@ -70,14 +70,14 @@ def test_a_cache_of_other_files_is_made_anew(folder, num_built, changed):
 
 
 def test_a_folder_that_cannot_be_written_is_cached_elsewhere(folder, num_built, monkeypatch, tmp_path):
-    build = column_cache._build
+    write = column_cache._write
 
-    def refuse(where, *args):
-        if where == folder:
+    def refuse(path, *args):
+        if path.parent == folder:
             raise PermissionError(13, "Permission denied")
-        return build(where, *args)
+        return write(path, *args)
 
-    monkeypatch.setattr(column_cache, "_build", refuse)
+    monkeypatch.setattr(column_cache, "_write", refuse)
     assert open_source(folder).num_images == open_source(folder).num_images == 12
     assert num_built == {"index": 1, "labels": 1}
     assert not (folder / "train.idx.cache").exists() and list((tmp_path / "home").rglob("train.rec.labels"))
@@ -151,7 +151,7 @@ def test_an_unordered_index_is_sorted_from_the_cache_too(tmp_path):
     for _ in range(2):
         index = open_index(tmp_path / "a.idx")
         assert index.keys.tolist() == [0, 3, 5] and index.offsets.tolist() == [0, 32, 64]
-        assert not index.keys.flags.owndata and (tmp_path / "a.idx.sorted.cache").exists()
+        assert not index.keys.flags.owndata and (tmp_path / "a.idx.cache").exists()
     (tmp_path / "a.idx").write_text("5\t64\n5\t0\n3\t32\n")
     for _ in range(2):
         with pytest.raises(DataError, match="key 5 more than once"):
@@ -168,11 +168,11 @@ def test_the_fast_parser_reads_what_python_reads(tmp_path):
 OPEN = """
 import os, sys
 from megaclass.data.sources import record_index
-parse = record_index._parse
+parse = record_index.read_index_lines
 def counted(*args):
     print("parsed", flush=True)
     return parse(*args)
-record_index._parse = counted
+record_index.read_index_lines = counted
 from megaclass.data.sources.open_source import open_source
 print(open_source(sys.argv[1]).num_images)
 """
@@ -187,14 +187,23 @@ def test_of_processes_that_come_at_once_one_builds(folder):
     assert said.count("parsed") == 1 and said.count("12") == 3
 
 
-def test_rows_come_in_blocks_of_any_size(tmp_path):
+def test_a_cache_holds_columns_and_facts_and_is_built_once_however_many_folders_refuse_it(tmp_path, monkeypatch):
     (tmp_path / "data").write_bytes(b"x")
+    built = []
 
-    def build(writer):
-        for start in range(0, 10, 3):
-            writer.append(np.arange(start, min(start + 3, 10)), -np.arange(start, min(start + 3, 10)))
-        return {"note": "yes"}
+    def build():
+        built.append(1)
+        return {"note": "yes"}, (np.arange(10), -np.arange(10))
 
-    columns = cached_columns("c", [Path(tmp_path / "data")], 2, build)
-    assert columns.facts == {"note": "yes"}
-    assert columns.arrays[0].tolist() == list(range(10)) and columns.arrays[1].tolist() == [-n for n in range(10)]
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(column_cache, "_write", refuse)
+        assert cached_columns("c", [tmp_path / "data"], 2, build).why_uncached.count("No space left") == 2
+        assert len(built) == 1
+    for _ in range(2):
+        columns = cached_columns("c", [tmp_path / "data"], 2, build)
+        assert columns.facts == {"note": "yes"} and not columns.why_uncached
+        assert columns.arrays[0].tolist() == list(range(10)) and columns.arrays[1].tolist() == [-n for n in range(10)]
+    assert len(built) == 2

@@ -22,8 +22,7 @@ import megaclass
 from megaclass.data import loader as loader_module
 from megaclass.data.loader import Batch, BatchLoader
 from megaclass.data.loading import choose, pool
-from megaclass.data.loading.choose import available_cores, choose_processes, cores_of_rank
-from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings, available_cores, choose_processes, cores_of_rank
 from megaclass.data.sources.open_source import FORMATS, open_source
 from megaclass.data.sources.source import SourceFormat
 from megaclass.data.tools.synthesize import synthesize
@@ -311,7 +310,7 @@ def test_a_hanging_rank_is_named_with_the_file_or_signal_that_its_loader_process
 LOAD = """
 import os, sys, time
 from megaclass.data.loader import BatchLoader
-from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings
 from megaclass.data.sources.open_source import open_source
 path, num_steps, action = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 batches = BatchLoader(
@@ -470,10 +469,11 @@ def test_memory_that_cannot_be_had_is_an_error_before_the_first_batch(folder, mo
     def refuse(handle, offset, length):
         raise OSError(12, "Cannot allocate memory")
 
+    loader = in_processes(folder, 2, global_batch=16)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     monkeypatch.setattr(pool, "start_fork_server", None)
     with pytest.raises(DataError, match=r"no memory for \d+ batches of 16 images.*data\.workers"):
-        next(in_processes(folder, 2, global_batch=16).batches())
+        next(loader.batches())
 
 
 @pytest.mark.ranks
@@ -501,3 +501,21 @@ def test_images_kept_on_the_device_make_the_same_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
     with pytest.raises(DataError, match=r"need 1\.0 GiB of GPU memory, more than 70% of the 1\.0 GiB that are free"):
         loader_module._require_room(2**30, GPU)
+
+
+WITHOUT_PIDFD = """
+import os, threading
+from multiprocessing import Pipe
+from megaclass.data.loading import pool
+def refuse(pid):
+    raise OSError(38, "Function not implemented")
+os.pidfd_open = refuse
+theirs, ours = Pipe(duplex=False)
+threading.Timer(0.5, ours.close).start()
+pool._run_worker(theirs, os.getppid(), os.write, (1, b"the loop runs"))
+"""
+
+
+@pytest.mark.ranks
+def test_a_worker_runs_on_a_kernel_without_pidfd_and_ends_with_its_pipe():
+    assert subprocess.check_output([sys.executable, "-c", WITHOUT_PIDFD]) == b"the loop runs"

@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 
 from megaclass.data.decode import decode_image
+from megaclass.data.fingerprint import source_hash
+from megaclass.data.loading import reader
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.record_index import open_index
 from megaclass.data.sources.recordio import RecordReader
@@ -14,7 +16,8 @@ from megaclass.data.tools.inspect import inspect_source
 from megaclass.data.tools.make_pairs import make_pairs
 from megaclass.data.tools.pack import PackOptions, pack, unpack
 from megaclass.data.tools.split import Split, split_data
-from megaclass.data.tools.verify import verify
+from megaclass.data.tools.synthesize import synthesize
+from megaclass.data.tools.verify import SubsetSource, verify
 from megaclass.errors import DataError
 
 
@@ -195,3 +198,48 @@ def test_unpacked_images_keep_the_names_of_their_files(tmp_path):
     (tmp_path / "label.txt").write_text(lines)
     unpack(open_source(tmp_path / "label.txt"), tmp_path / "out2")
     assert sorted(path.name for path in (tmp_path / "out2" / "0").iterdir()) == ["00000001.jpg", "my photo.JPEG"]
+
+
+def test_identities_stay_apart_whose_names_would_be_one_folder(tmp_path):
+    for label in range(4):
+        (tmp_path / "own" / f"{label}").mkdir(parents=True)
+        Image.new("RGB", (16, 16), (label, 0, 0)).save(tmp_path / "own" / f"{label}" / "0.png")
+    source = open_source(tmp_path / "own")
+    unpack(source, tmp_path / "out", class_names=[b"a/b", b"a_b", b"a_b (2)", b"c"])
+    assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == ["a_b", "a_b (2)", "a_b (3)", "c"]
+    with pytest.raises(DataError, match=r"Cannot write .*too long"):
+        unpack(source, tmp_path / "long", class_names=[b"x" * 300] * 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "own"]
+
+
+class Flaky(SubsetSource):
+    """Some images fail at some of their reads."""
+
+    def __init__(self, inner, faults):
+        super().__init__(inner, np.arange(inner.num_images))
+        self.faults = faults
+
+    def read(self, index):
+        fault = self.faults[index].pop(0) if self.faults.get(index) else None
+        if fault == "passes":
+            raise DataError("Cannot read it.") from OSError(5, "Input/output error")
+        return b"no image" if fault == "bad" else super().read(index)
+
+
+@pytest.fixture
+def many(tmp_path):
+    synthesize(tmp_path / "many", num_identities=5, images_per_identity=8, image_size=16, num_pairs=2, num_processes=1)
+    return open_source(tmp_path / "many")
+
+
+def test_an_image_that_turns_bad_while_the_files_are_written_again_is_left_out_as_well(many, tmp_path):
+    source = Flaky(many, {3: ["bad"] * 9, 5: [None, "bad", "bad"]})
+    assert pack(source, tmp_path / "packed").num_bad == 2
+    assert open_source(tmp_path / "packed").num_images == 38
+
+
+def test_an_error_that_passes_costs_no_image(many, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_READ_AGAIN_S", (0.001, 0.001))
+    assert pack(Flaky(many, {3: ["passes"] * 2}), tmp_path / "packed").num_bad == 0
+    assert unpack(Flaky(many, {3: ["passes"] * 2}), tmp_path / "unpacked") == 0
+    assert source_hash(Flaky(many, {0: ["passes"]})) == source_hash(many)

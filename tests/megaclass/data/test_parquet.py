@@ -9,6 +9,7 @@ from PIL import Image
 from tests.commands import ended_in_this_process
 
 from megaclass.data.sources.open_source import format_of, open_source
+from megaclass.data.sources.parquet import as_records
 from megaclass.errors import DataError
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'megaclass[parquet]'")
@@ -145,3 +146,48 @@ def test_training_reads_it_with_the_names_of_its_classes(tmp_path):
     assert summary["num_classes"] == 4 and summary["num_images"] == 16
     (classes,) = (tmp_path / "run/checkpoints").glob("step-*/classes*")
     assert classes.read_text().split() == ["a", "b", "c", "d"]
+
+
+def test_without_a_split_for_training_one_must_be_chosen(tmp_path):
+    for split in ("validation", "test"):
+        pq.write_table(table([0, 1])[0], tmp_path / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(DataError, match=r"has the splits test, validation: choose one of them"):
+        open_source(tmp_path)
+
+
+def test_files_with_numbers_only_belong_together(tmp_path):
+    for number in range(2):
+        pq.write_table(table([0, 1])[0], tmp_path / f"000{number}.parquet")
+    assert open_source(tmp_path).num_images == 4
+
+
+def test_a_damaged_first_image_does_not_stop_the_conversion(tmp_path):
+    rows, payloads = table([0, 1, 1], is_struct=False)
+    images = [b"no image", *payloads[1:]]
+    pq.write_table(rows.set_column(0, "image", pa.array(images)), tmp_path / "a.parquet")
+    source = open_source(tmp_path)
+    assert [source.read(i) for i in range(3)] == images and source.image_size == (16, 16)
+    pq.write_table(rows.set_column(0, "image", pa.array([b"none"] * 3)), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="None of the images in the column image"):
+        open_source(tmp_path)
+
+
+def test_a_class_far_beyond_the_number_of_images_is_refused(tmp_path):
+    pq.write_table(table([0, 10**12])[0], tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"Row 1 of .* has label 1000000000000, which implies"):
+        open_source(tmp_path)
+
+
+def test_texts_and_numbers_are_not_mixed(tmp_path):
+    pq.write_table(table([0, 1])[0], tmp_path / "part-0.parquet")
+    pq.write_table(table(["anna", "bert"])[0], tmp_path / "part-1.parquet")
+    with pytest.raises(DataError, match="mixes texts and numbers"):
+        open_source(tmp_path)
+
+
+def test_what_a_killed_conversion_has_left_is_removed(tmp_path):
+    pq.write_table(table([0, 1])[0], tmp_path / "a.parquet")
+    made = as_records(str(tmp_path / "a.parquet"))
+    left = made.with_name(f".{made.name[:32]}.host.17.0123abcd.tmp")
+    made.rename(left)
+    assert as_records(str(tmp_path / "a.parquet")) == made and made.is_dir() and not left.exists()

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import io
 import json
 import signal
 import socket
@@ -251,5 +252,44 @@ def test_fsspec_reads_other_places_in_the_same_way(serve, tmp_path):
     memory = fsspec.filesystem("memory")
     memory.put(str(tmp_path / "own"), "/bucket/faces", recursive=True)
     assert contents(open_source("memory://bucket/faces")) == contents(open_source(tmp_path / "own"))
-    copied = json.loads((remote.cache_folder("remote", "memory://bucket/faces") / "copy.json").read_text())
+    copied = json.loads((remote.cache_folder("remote", "memory://bucket/faces") / ".copy.json").read_text())
     assert copied["files"] == 6
+
+
+def test_a_signature_behind_a_web_address_is_no_part_of_the_name(serve, tmp_path):
+    server = serve()
+    np.save(tmp_path / "served/X.npy", np.ones((4, 3), dtype=np.float32))
+    place = remote.fetch(f"{server.address}/X.npy?X-Amz-Signature={'0a' * 200}&Expires=1/2")
+    assert place.name == "X.npy" and place.read_bytes() == (tmp_path / "served/X.npy").read_bytes()
+
+
+def test_a_file_whose_size_is_not_known_is_read_to_its_end(tmp_path):
+    class Files:
+        """A file system without sizes that is not the web."""
+
+        def info(self, path):
+            return {"size": None}
+
+        def open(self, path, mode, block_size):
+            return io.BytesIO(b"content")
+
+    remote._fetch_file(Files(), {"path": "other/file"}, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_file_of_any_name_is_copied_and_parts_of_earlier_versions_are_removed(serve, tmp_path):
+    server = serve()
+    draw(tmp_path / "served/faces", num_images=1)
+    (tmp_path / "served/faces/copy.json").write_text("{}")
+    folder = remote.cache_folder("remote", f"{server.address}/faces")
+    folder.mkdir(parents=True)
+    (folder / ".copy.json.0123456789abcdef.part").write_text("an earlier version")
+    assert open_source(f"{server.address}/faces").num_images == 3
+    assert (folder / "copy.json").read_text() == "{}" and not list(folder.rglob("*.part"))
+
+
+def test_an_address_that_was_a_path_is_one_still(serve, tmp_path):
+    server = serve()
+    draw(tmp_path / "served/faces")
+    address = f"{server.address}/faces"
+    assert contents(open_source(Path(address))) == contents(open_source(address))

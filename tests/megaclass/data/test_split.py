@@ -14,7 +14,7 @@ from megaclass.data.sources.open_source import open_source
 from megaclass.data.tools.split import Split, is_unseen
 from megaclass.data.tools.synthesize import synthesize
 from megaclass.errors import DataError
-from megaclass.evaluation.training_overlap import describe_overlap, find_overlaps
+from megaclass.evaluation.training_overlap import find_overlaps, training_data_line
 
 
 @pytest.fixture
@@ -95,9 +95,8 @@ def test_images_that_are_in_the_training_data_are_found(data, tmp_path):
     assert find_overlaps({"": pairs}, source)[""]["found"] == 0
     found = find_overlaps({"": [*pairs, source.read(3), source.read(7), source.read(7)]}, source)[""]
     assert (found["found"], found["images"]) == (2, len(set(pairs)) + 2)
-    assert "2 of its 6 images are in the training data (all 120 training images were compared)" in describe_overlap(
-        found
-    )
+    said = training_data_line({"training_data": found})
+    assert "2 of its 6 images are in the training data (all 120 training images were compared)" in said
     sampled = find_overlaps({"": [source.read(index) for index in range(120)]}, source, max_looked_at=10)[""]
     assert sampled["found"] == sampled["looked_at"] == 10
 

@@ -222,3 +222,8 @@ def test_a_large_share_of_dangling_links_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"could not be read, more than the limit of this command = 0\.2 allows"):
         stage(str(tmp_path / "photos"), tmp_path / "ram")
     assert not list(tmp_path.glob("ram/*/0"))
+
+
+def test_a_stray_record_file_without_an_index_is_no_obstacle(data, tmp_path):
+    (data / "stray.rec").write_bytes(b"no records")
+    assert open_source(stage(str(data), tmp_path / "ram")).num_images == 12

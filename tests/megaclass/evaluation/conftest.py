@@ -94,13 +94,14 @@ def make_run(tmp_path) -> Callable[..., Path]:
         from megaclass.checkpoint.save import CheckpointWriter, Snapshot
 
         run = tmp_path / name
-        model = torch.nn.ModuleDict({"linear": torch.nn.Linear(768, 8)}) if own else trained_backbone(backbone)
+        width = 8 if own else WIDTH
+        model = torch.nn.ModuleDict({"linear": torch.nn.Linear(768, width)}) if own else trained_backbone(backbone)
         run.mkdir()
-        config = f'[backbone]\nname = "{own or backbone}"\nembedding_dim = {8 if own else WIDTH}\n'
+        config = f'[backbone]\nname = "{own or backbone}"\nembedding_dim = {width}\n'
         shared = {f"backbone.{key}": tensor for key, tensor in model.state_dict().items()}
         if ema:
             shared |= {f"ema.{key}": parameter.detach() + 1 for key, parameter in model.named_parameters()}
-        centres = torch.randn(NUM_CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
+        centres = torch.randn(NUM_CLASSES, width, generator=torch.Generator().manual_seed(1))
         with CheckpointWriter(
             run / "checkpoints", config=config, keep=1, device=torch.device("cpu"), class_names=class_names
         ) as writer:

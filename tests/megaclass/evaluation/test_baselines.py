@@ -45,7 +45,6 @@ def test_pixels_tell_apart_a_picture_and_a_permutation_of_it():
     pixels = score_pixels(pair_set, image_size=4)
     assert pixels.verification.auc == 1
     assert pixels.verification.accuracy > 0.95
-    assert pixels.name == "raw pixels"
     assert math.isfinite(pixels.verification.threshold)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,9 @@ from megaclass.evaluation.protocols.classification import (
     labelled_images,
     numbers_of,
 )
-from megaclass.evaluation.results import read_results
+from megaclass.evaluation.results import read_results, remarks_on
 from megaclass.evaluation.search import search
+from megaclass.evaluation.sets import classification_set
 
 _CPU = torch.device("cpu")
 _CLASSES, _PER_CLASS, _WIDTH = 37, 3, 8
@@ -43,14 +45,12 @@ def _case(num_images: int = 203) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     return rows.astype(np.float32), labels, centres.astype(np.float32), rng.integers(0, 12, _CLASSES)
 
 
-def _on_this_rank(max_block_bytes: int | None = None) -> dict:
+def _on_this_rank() -> dict:
     rows, labels, centres, counts = _case()
     shard = centres_in_memory(torch.from_numpy(centres), [str(c) for c in range(_CLASSES)]).shard()
     rows_ND = torch.from_numpy(rows)
     scale, fitted = fitted_scale(rows_ND, labels, shard.shard, device=_CPU)
-    found = search(
-        rows_ND, shard.shard, k=5, device=_CPU, probe_labels_P=labels, scale=scale, max_block_bytes=max_block_bytes
-    )
+    found = search(rows_ND, shard.shard, k=5, device=_CPU, probe_labels_P=labels, scale=scale)
     numbers = numbers_of(found, labels, scale=scale, fitted=fitted, num_images_C=counts)
     return numbers | {"fitted": fitted.tolist(), "best": found.other_indices_Pk[:, 0].tolist()}
 
@@ -116,7 +116,8 @@ def test_the_numbers_are_those_of_looping_over_all_classes():
 
 def test_blocks_are_joined(monkeypatch):
     monkeypatch.setattr("megaclass.evaluation.search._MAX_GALLERY_BLOCK", 8)
-    _check(_on_this_rank(max_block_bytes=200))
+    monkeypatch.setattr("megaclass.evaluation.search._BLOCK_BYTES", {"cpu": 200})
+    _check(_on_this_rank())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -260,3 +261,41 @@ def test_a_model_without_centres_says_how_to_get_them(make_run, tmp_path, pictur
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "out"), "--classify", str(folder)]) == 2
     assert "has no class centres, so it cannot classify: give the run folder" in capsys.readouterr().out
+
+
+def test_inner_products_are_of_one_flip_and_their_numbers_say_so(tmp_path, picture, network):
+    names = [f"class-{number}" for number in range(3)]
+    folder = _folder(tmp_path / "set", picture, names, range(2))
+    weight = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    centres = replace(centres_in_memory(weight, names), is_cosine=False)
+    evaluator = Evaluator(network=network, image_size=32, device=_CPU, centres=centres.shard)
+    one = EvaluationSet(name="set", kind="classification", path=folder)
+    result = ClassificationProtocol().evaluate(evaluator, one)
+    assert remarks_on(result)[0] == "Without the embeddings of mirrored images."
+
+
+def test_a_set_in_the_working_folder_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "holdout").mkdir()
+    monkeypatch.chdir(tmp_path / "holdout")
+    assert classification_set(Path()).name == "holdout-classes"
+
+
+def test_a_report_has_the_rows_of_every_model():
+    rows, labels, centres, counts = _case()
+    shard = centres_in_memory(torch.from_numpy(centres), [str(c) for c in range(_CLASSES)]).shard().shard
+    found = search(torch.from_numpy(rows), shard, k=5, device=_CPU, probe_labels_P=labels)
+    plain = numbers_of(found, labels, scale=None, fitted=np.array([]))
+    counted = numbers_of(found, labels, scale=None, fitted=np.array([]), num_images_C=counts)
+    titles = {title: [cell.text for cell in cells] for title, cells in ClassificationProtocol().rows([plain, counted])}
+    without, with_counts = titles["Top-1, classes with 3-4 training images"]
+    assert without == "not measurable" and with_counts.endswith("%")
+
+
+def test_a_model_of_one_class_rejects_nothing_and_its_numbers_are_finite():
+    rows, _, centres, _ = _case()
+    shard = centres_in_memory(torch.from_numpy(centres[:1]), ["anna"]).shard().shard
+    labels = np.zeros(len(rows), dtype=np.int64)
+    found = search(torch.from_numpy(rows), shard, k=5, device=_CPU, probe_labels_P=labels)
+    numbers = numbers_of(found, labels, scale=None, fitted=np.array([]))
+    assert numbers["reject"] == {} and numbers["top_k"]["1"] == 1.0
+    json.dumps(numbers, allow_nan=False)

@@ -57,7 +57,7 @@ def test_names_cosines_and_probabilities_are_those_of_all_centres(run, folder, c
     assert math.isclose(sum(guess.probability for guess in model.classify(rows[0], top=6)[0].guesses), 1, rel_tol=1e-5)
 
     # At a rate of 0.1 the closest class must be above the measured threshold.
-    threshold = model.class_facts["reject"]["0.1"]["threshold"]
+    threshold = model.facts["classification"]["reject"]["0.1"]["threshold"]
     found = model.classify(rows, reject=0.1)
     assert [one.is_known for one in found] == (want.max(1) > threshold).tolist()
     assert len({one.is_known for one in found}) == 2, "some are accepted and some are not"
@@ -120,3 +120,21 @@ def test_new_people_are_added_from_a_few_photos_and_known_classes_stay(run, fold
     assert [one.guesses[0].name for one in new.classify(later)] == ["anna", "anna", "bert", "bert"]
     assert main(["add-classes", str(tmp_path / "new"), str(people), "--out", str(tmp_path / "again")]) == 2
     assert "already knows 2 of the 2 classes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["add-classes", "export"])
+def test_damaged_centres_are_an_error_and_not_taken_for_none(run, folder, tmp_path, capsys, command):
+    assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "out")]) == 0
+    (tmp_path / "out" / "centres.safetensors").write_bytes(b"junk")
+    more = {"add-classes": [str(folder("people", ["anna"], range(2)))], "export": ["--to", "safetensors"]}[command]
+    assert main([command, str(tmp_path / "out"), *more, "--out", str(tmp_path / "new")]) == 2
+    assert f"Cannot read {tmp_path / 'out' / 'centres.safetensors'} as class centres" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_names_of_classes_do_not_control_the_terminal(make_run, folder, capsys):
+    run = make_run(class_names=b"\x1b[31mred\n" + b"".join(b"%d\n" % number for number in range(5)))
+    image = folder("photos", ["a"], range(1)) / "a" / "0.png"
+    assert main(["classify", str(run), str(image), "--top", "6", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "[31mred" in printed and "\x1b" not in printed

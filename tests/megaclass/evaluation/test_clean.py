@@ -1,6 +1,7 @@
 """Wrong labels, doubled identities and test identities in training: found, shown, edited, and applied to a new set."""
 
 import csv
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,14 @@ from PIL import Image
 
 import megaclass
 from megaclass.checkpoint.class_names import class_list
+from megaclass.cli import clean
 from megaclass.cli.main import main
+from megaclass.data.sources.features import write_features
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
 from megaclass.evaluation.suspects import LabelFinding, close_pairs, find_suspects, merged_classes
-from megaclass.inference.clean import read_list
+from megaclass.inference import LoadedModel
+from megaclass.inference.clean import apply, read_list, review, same_names, write_review
 
 _CPU = torch.device("cpu")
 _NUM_CLASSES, _PER_CLASS = 60, 12
@@ -136,10 +140,18 @@ def test_identities_of_a_test_are_found_in_the_training_data(work, tmp_path):
         (tmp_path / "test" / person).symlink_to(work / "photos" / person)
     assert _clean(work, "tested", "--tests", str(tmp_path / "test")) == 0
     found = [row for row in _rows(work / "tested") if row[1] == "in-test"]
+    assert found[0][7].startswith(f"class person 02 of {tmp_path / 'test'} | ")
     assert [(row[0], row[3]) for row in found] == [("remove", "2"), ("remove", "9")]
     assert _clean(work, "tested", "--apply", str(work / "without")) == 0
     names = list(class_list(str(work / "without"), open_source(work / "without")).names())
     assert b"person 02" not in names and b"person 09" not in names and len(names) == 10
+
+
+@pytest.mark.ranks
+def test_a_test_that_is_not_there_shows_before_anything_is_embedded(work, monkeypatch, capsys):
+    monkeypatch.setattr(LoadedModel, "embed_source", None)
+    assert _clean(work, "untested", "--tests", str(work / "nowhere")) == 2
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,3 +189,51 @@ def test_sets_are_joined_by_name_or_by_likeness(work, tmp_path, capsys):
     assert main(["data", "merge", str(tmp_path / "named"), both[0], "--out", str(tmp_path / "again")]) == 0
     assert main(["data", "merge", both[0], "--out", str(tmp_path / "one")]) == 2
     assert "needs two sets or more" in capsys.readouterr().err
+
+
+@pytest.fixture
+def five_people(tmp_path):
+    """Five people with three pictures each."""
+    for person in range(5):
+        (tmp_path / "five" / f"person {person}").mkdir(parents=True)
+        for take in range(3):
+            pixels = np.full((16, 16, 3), 40 * person + take, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "five" / f"person {person}" / f"{take}.png")
+    return open_source(tmp_path / "five")
+
+
+def test_a_removed_identity_goes_with_its_doubles_and_the_images_moved_to_it(five_people, tmp_path):
+    findings = [
+        LabelFinding(kind="doubled", action="merge", label=3, other=1),
+        LabelFinding(kind="mislabelled", action="move", label=0, image=2, other=3),
+        LabelFinding(kind="mislabelled", action="move", label=3, image=9, other=4),
+        LabelFinding(kind="outlier", action="remove", label=4, image=14),
+        LabelFinding(kind="in-test", action="remove", label=1),
+    ]
+    apply(five_people, findings, tmp_path / "new", [f"person {number}" for number in range(5)])
+    new = open_source(tmp_path / "new")
+    assert np.bincount(new.labels).tolist() == [2, 3, 3]
+    assert list(class_list(str(tmp_path / "new"), new).names()) == [b"person 0", b"person 2", b"person 4"]
+
+
+def test_the_list_survives_a_spreadsheet_and_names_with_the_line_breaks_of_other_alphabets(five_people, tmp_path):
+    findings = [LabelFinding(kind="doubled", action="merge", label=3, other=1)]
+    write_review(tmp_path, five_people, "five", ["a", "b\u2028b", "c", "d\x85d", "e"], findings)
+    listed = tmp_path / "findings.tsv"
+    listed.write_bytes(b"\xef\xbb\xbf" + listed.read_bytes().replace(b"\n", b"\r\n"))
+    assert [(one.label, one.other) for one in read_list(listed, five_people)] == [(3, 1)]
+
+
+def test_only_images_with_one_label_each_are_looked_at(tmp_path):
+    features = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    source = open_source(write_features(features, np.repeat(np.arange(3), 2), tmp_path / "features"))
+    with pytest.raises(DataError, match=r"Only images are looked at, not .*6 rows of 3 classes"):
+        review(None, source)
+
+
+def test_names_that_are_not_text_stay_different(tmp_path):
+    for name in (b"\xfe", b"\xff"):
+        folder = tmp_path / "data" / os.fsdecode(name)
+        folder.mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(folder / "0.png")
+    assert same_names(clean._names(str(tmp_path / "data"), open_source(tmp_path / "data"))) == []

@@ -68,8 +68,8 @@ def write_run(run: Path, *, has_results: bool) -> None:
     rng = np.random.default_rng(0)
     pictures = [b"\x89PNG\r\n\x1a\n" + bytes([number]) for number in range(24)]
     if has_results:
-        scored = score_embeddings("model", rng.normal(size=(24, 4)), np.arange(12) % 2 == 0, xnorm=2.0)
-        write_results(run, {"name": "run"}, [result_of_pairs("lfw", "lfw.bin", scored, pictures)])
+        scored = score_embeddings(rng.normal(size=(24, 4)), np.arange(12) % 2 == 0, xnorm=2.0)
+        write_results(run, {"name": "run"}, [result_of_pairs("lfw", "lfw.bin", scored, pictures.__getitem__)])
     else:
         write_faces(run, [pictures[:2], pictures[2:4]])
     (run / "summary.json").write_text(json.dumps({"num_classes": 3, "final_loss": 1.5, "image_size": 16, "steps": 7}))

@@ -3,13 +3,16 @@
 import struct
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from megaclass.checkpoint.manifest import read_manifest
 from megaclass.cli.main import main
 from megaclass.errors import CheckpointError
+from megaclass.evaluation.centres import read_run_centres
 from megaclass.inference import load
 
 OWN = """
@@ -107,3 +110,13 @@ def test_a_tensor_that_shows_one_number_in_many_places_is_refused(tmp_path):
     torch.save({"fc.weight": torch.zeros(1).expand(2**20, 2**20)}, tmp_path / "model.pth")
     with pytest.raises(CheckpointError, match=r"fc\.weight of shape \(1048576, 1048576\) does not fit into"):
         load(tmp_path / "model.pth")
+
+
+def test_settings_that_are_no_toml_are_an_error_of_the_checkpoint(make_run):
+    run = make_run()
+    (folder,) = (run / "checkpoints").glob("step-*")
+    manifest = read_manifest(folder)
+    replace(manifest, config="NaN").write(folder)
+    for opened in (read_run_centres, load):
+        with pytest.raises(CheckpointError, match=r"no undamaged checkpoint|not a run folder with a model"):
+            opened(run)

@@ -66,17 +66,17 @@ def _picture(shade: int, image_format: str = "JPEG") -> bytes:
     return file.getvalue()
 
 
-def _scored(name: str, gap: float, seed: int, xnorm: float | None = None) -> ScoredPairs:
+def _scored(gap: float, seed: int, xnorm: float | None = None) -> ScoredPairs:
     rng = np.random.default_rng(seed)
     is_same = np.arange(_NUM_PAIRS) % 2 == 0
     distances = np.where(is_same, rng.normal(1 - gap, 0.2, _NUM_PAIRS), rng.normal(1 + gap, 0.2, _NUM_PAIRS)).clip(0, 4)
     verification = verify_distances(distances, is_same, xnorm=xnorm)
-    return ScoredPairs(name=name, distances_N=distances, is_same_N=is_same, verification=verification)
+    return ScoredPairs(distances_N=distances, is_same_N=is_same, verification=verification)
 
 
 def _pairs(name: str, gap: float, seed: int, xnorm: float | None = None) -> SetResult:
     pictures = [_picture(shade) for shade in range(2 * _NUM_PAIRS)]
-    return result_of_pairs(name, f"/data/{name}.bin", _scored(name, gap, seed, xnorm), pictures)
+    return result_of_pairs(name, f"/data/{name}.bin", _scored(gap, seed, xnorm), pictures.__getitem__)
 
 
 def _health() -> CentreHealth:
@@ -86,7 +86,8 @@ def _health() -> CentreHealth:
         num_checked=1000,
         norms=rng.normal(1, 0.1, 1200).astype(np.float32),
         nearest=rng.uniform(0, 1, 1000).astype(np.float32),
-        closest_pairs=[("anna", "anna <2>", 0.987), ("bert", "carl", 0.9)],
+        closest_pairs={(0, 3): 0.987, (1, 2): 0.9},
+        names={0: "anna", 1: "bert", 2: "carl", 3: "anna <2>"},
         num_unusable=3,
     )
 
@@ -328,10 +329,10 @@ def test_text_from_outside_stays_text():
 
 
 def test_the_hardest_pairs_come_worst_first_and_wrong_ones_are_marked():
-    scored = _scored("lfw", 0.4, 0)
+    scored = _scored(0.4, 0)
     distances, is_same = scored.distances_N, scored.is_same_N
     pictures = [_picture(shade) for shade in range(2 * _NUM_PAIRS)]
-    model = ModelReport(name="m", results=[result_of_pairs("lfw", "lfw.bin", scored, pictures)])
+    model = ModelReport(name="m", results=[result_of_pairs("lfw", "lfw.bin", scored, pictures.__getitem__)])
     html = render_report(ReportData(title="t", models=[model]))
     shown = [int(image["alt"].split(",")[0].removeprefix("pair ")) for image in Page(html).images()]
     closest, farthest = shown[:24:2], shown[24::2]

@@ -120,8 +120,8 @@ def test_a_wrong_label_is_shown_beside_the_class_it_belongs_to(tmp_path):
         num_checked=3,
         norms=np.ones(3, np.float32),
         nearest=np.zeros(3, np.float32),
-        closest_pairs=[("anna", "bert", 0.5)],
-        closest_numbers=[(0, 1)],
+        closest_pairs={(0, 1): 0.5},
+        names={0: "anna", 1: "bert"},
         num_unusable=0,
     )
     html = render_report(ReportData(title="x", models=[ModelReport(name="x", centres=health, training_images=found)]))

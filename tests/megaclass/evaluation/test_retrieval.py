@@ -27,11 +27,11 @@ def _case() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return unit[0], query_labels, unit[1], gallery_labels
 
 
-def _on_this_rank(max_block_bytes: int | None = None) -> dict:
+def _on_this_rank() -> dict:
     queries, query_labels, gallery, gallery_labels = _case()
     part = rows_of_rank(len(gallery))
     shard = GalleryShard(embeddings_ND=gallery[part.start : part.stop], first=part.start)
-    return retrieve(queries, query_labels, shard, gallery_labels, device=_CPU, max_block_bytes=max_block_bytes)
+    return retrieve(queries, query_labels, shard, gallery_labels, device=_CPU)
 
 
 def _check(got: dict) -> None:
@@ -70,7 +70,8 @@ def _check(got: dict) -> None:
 def test_the_numbers_are_those_of_sorting_the_gallery(monkeypatch):
     _check(_on_this_rank())
     monkeypatch.setattr("megaclass.evaluation.search._MAX_GALLERY_BLOCK", 16)
-    _check(_on_this_rank(max_block_bytes=500))
+    monkeypatch.setattr("megaclass.evaluation.search._BLOCK_BYTES", {"cpu": 500})
+    _check(_on_this_rank())
     monkeypatch.setattr(retrieval, "_MAX_COMPARED", 2)
     monkeypatch.setitem(retrieval._MAX_PLACES, "cpu", 30)
     _check(_on_this_rank())

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from megaclass.errors import DataError
 from megaclass.evaluation.search import NO_LABEL, GalleryShard, search, shard_of_rank
 
 _CPU = torch.device("cpu")
@@ -33,25 +32,17 @@ def _brute_force(k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.take_along_axis(others, order, axis=1), order, mates
 
 
-def _search_on_this_rank(k: int, max_block_bytes: int | None) -> tuple[np.ndarray, ...]:
+def _search_on_this_rank(k: int) -> tuple[np.ndarray, ...]:
     probes, probe_labels, gallery, gallery_labels = _case()
-    found = search(
-        probes,
-        shard_of_rank(gallery, gallery_labels),
-        k=k,
-        device=_CPU,
-        probe_labels_P=probe_labels,
-        max_block_bytes=max_block_bytes,
-    )
+    found = search(probes, shard_of_rank(gallery, gallery_labels), k=k, device=_CPU, probe_labels_P=probe_labels)
     return found.other_scores_Pk.numpy(), found.other_indices_Pk.numpy(), found.mate_scores_P.numpy()
 
 
-@pytest.mark.parametrize(
-    "max_block_bytes", [None, 1, 301 * 4 * 5], ids=["one block", "a probe at a time", "five probes"]
-)
-def test_blocks_of_any_size_find_what_brute_force_finds(max_block_bytes):
+@pytest.mark.parametrize("block_bytes", [2**26, 1, 301 * 4 * 5], ids=["one block", "a probe at a time", "five probes"])
+def test_blocks_of_any_size_find_what_brute_force_finds(monkeypatch, block_bytes):
+    monkeypatch.setattr("megaclass.evaluation.search._BLOCK_BYTES", {"cpu": block_bytes})
     want_scores, want_indices, want_mates = _brute_force(10)
-    scores, indices, mates = _search_on_this_rank(10, max_block_bytes)
+    scores, indices, mates = _search_on_this_rank(10)
     np.testing.assert_allclose(scores, want_scores, atol=1e-6)
     np.testing.assert_array_equal(indices, want_indices)
     np.testing.assert_allclose(mates, want_mates, atol=1e-6)
@@ -59,13 +50,13 @@ def test_blocks_of_any_size_find_what_brute_force_finds(max_block_bytes):
 
 def test_blocks_of_the_gallery_are_joined(monkeypatch):
     monkeypatch.setattr("megaclass.evaluation.search._MAX_GALLERY_BLOCK", 16)
-    np.testing.assert_array_equal(_search_on_this_rank(10, None)[1], _brute_force(10)[1])
+    np.testing.assert_array_equal(_search_on_this_rank(10)[1], _brute_force(10)[1])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shards_on_ranks_find_what_one_rank_finds_on_every_rank(run_ranks, num_ranks):
     want_scores, want_indices, want_mates = _brute_force(10)
-    for scores, indices, mates in run_ranks(num_ranks, _search_on_this_rank, 10, None):
+    for scores, indices, mates in run_ranks(num_ranks, _search_on_this_rank, 10):
         np.testing.assert_allclose(scores, want_scores, atol=1e-6)
         np.testing.assert_array_equal(indices, want_indices)
         np.testing.assert_allclose(mates, want_mates, atol=1e-6)
@@ -84,11 +75,6 @@ def _search_more_ranks_than_rows() -> list[int]:
 
 def test_ranks_without_a_row_take_part(run_ranks):
     assert run_ranks(3, _search_more_ranks_than_rows) == [[0, 1]] * 3
-
-
-def test_embeddings_of_another_width_are_refused():
-    with pytest.raises(DataError, match="probes have 4 numbers, those of the gallery 5"):
-        search(_unit(2, 4, 0), GalleryShard(embeddings_ND=_unit(3, 5, 1)), k=1, device=_CPU)
 
 
 def test_a_probe_does_not_find_its_own_image():

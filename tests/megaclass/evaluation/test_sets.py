@@ -12,6 +12,7 @@ from PIL import Image
 from tests.megaclass.evaluation.conftest import write_megaface_feature
 from torch import nn
 
+from megaclass.cli.main import main
 from megaclass.errors import DataError
 from megaclass.evaluation import gallery as gallery_module
 from megaclass.evaluation.protocol import EvaluationSet, Evaluator
@@ -357,3 +358,10 @@ def test_all_ranks_evaluate_the_sets_that_rank_0_finds(run_ranks, tmp_path, pair
     expected = [*find_sets([pairs_bin()])]
     for found in run_ranks(2, _found_by_rank_0, str(pairs_bin())):
         assert found[:-1] == expected and found[-1].probes == Path("p")
+
+
+def test_a_wrong_path_of_the_training_data_shows_before_anything_is_evaluated(pairs_bin, make_run, capsys):
+    command = ["evaluate", str(make_run()), "--on", str(pairs_bin()), "--training-data", "nowhere", "--device", "cpu"]
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert "Cannot open the data at nowhere" in printed.err and printed.out == ""

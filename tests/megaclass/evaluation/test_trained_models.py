@@ -124,11 +124,6 @@ def test_an_index_finds_what_brute_force_finds_from_many_threads_and_reopens(run
     index.save(tmp_path / "gallery.npy")
     again = model.index(tmp_path / "gallery.npy")
     assert [one.path for one in again.search(queries[7], k=4)] == [one.path for one in found[7]]
-    for description in ("Flat", "HNSW8"):
-        faiss_found = model.index(gallery, faiss=description).search(queries[7], k=4)
-        assert [one.path for one in faiss_found] == [one.path for one in found[7]]
-    with pytest.raises(DataError, match="faiss cannot build the index 'Nonsense'"):
-        model.index(gallery, faiss="Nonsense")
     with pytest.raises(DataError, match="search\\(\\) takes one image, but was given 18"):
         index.search(queries)
 
@@ -147,7 +142,7 @@ def test_the_search_command_prints_a_table_and_writes_a_page_with_pictures(run, 
 
 WITHOUT_EXTRAS = """
 import sys
-for name in ("rich", "onnx", "onnxruntime", "onnxscript", "tensorboard", "wandb", "faiss", "huggingface_hub", "cloudpickle",
+for name in ("rich", "onnx", "onnxruntime", "onnxscript", "tensorboard", "wandb", "huggingface_hub", "cloudpickle",
              "yaml", "ray", "tensorflow", "lightning", "shtab"):
     sys.modules[name] = None
 import megaclass
@@ -228,3 +223,8 @@ def test_a_list_from_a_stranger_does_not_choose_which_files_the_page_of_a_search
         assert _place(gallery, name) is None, name
     # The paths of a folder are those that the index has found there.
     assert _place(tmp_path, str(tmp_path / "secret.png")) == tmp_path / "secret.png"
+
+
+def test_a_path_of_the_hub_keeps_its_address():
+    with pytest.raises(CheckpointError, match=r"Cannot read 'hf://name': expected hf://user/name"):
+        megaclass.load(Path("hf://name"))

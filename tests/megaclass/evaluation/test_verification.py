@@ -119,9 +119,8 @@ def test_tar_at_far_of_a_hand_worked_case():
     found = tar_at_far(roc, [0.5, 0.1, 0.01], num_different=10)
     # One of 10 is the smallest FAR that can be seen: 0.01 is not measurable.
     assert found == {0.5: 1.0, 0.1: 1.0, 0.01: None}
-    assert tar_at_far(Roc(far=np.array([0, 0, 1.0]), tar=np.array([0, 0.4, 1.0])), [0.1], num_different=10) == {
-        0.1: 0.4
-    }
+    roc = Roc(far=np.array([0, 0, 1.0]), tar=np.array([0, 0.4, 1.0]), thresholds=np.zeros(3))
+    assert tar_at_far(roc, [0.1], num_different=10) == {0.1: 0.4}
 
 
 def _brute_force_published_tar(distances, is_same, far, num_folds):
@@ -179,7 +178,7 @@ def test_a_perfect_model_is_always_right():
     is_same = np.tile(np.repeat([True, False], 15), 10)
     first = rng.normal(size=(300, 64))
     second = np.where(is_same[:, None], first + rng.normal(scale=0.05, size=first.shape), rng.normal(size=first.shape))
-    result = score_embeddings("model", np.stack([first, second], 1).reshape(600, 64), is_same, xnorm=8.0).verification
+    result = score_embeddings(np.stack([first, second], 1).reshape(600, 64), is_same, xnorm=8.0).verification
     assert (result.accuracy, result.accuracy_std, result.auc, result.eer) == (1, 0, 1, 0)
     assert (result.num_pairs, result.num_same, result.xnorm) == (300, 150, 8.0)
     assert result.tar_at_far[1e-2] == 1.0
@@ -189,7 +188,7 @@ def test_a_perfect_model_is_always_right():
 def test_a_random_model_guesses():
     rng = np.random.default_rng(0)
     is_same = np.tile(np.repeat([True, False], 150), 10)
-    result = score_embeddings("model", rng.normal(size=(6000, 32)), is_same).verification
+    result = score_embeddings(rng.normal(size=(6000, 32)), is_same).verification
     assert result.accuracy == pytest.approx(0.5, abs=0.03)
     assert result.auc == pytest.approx(0.5, abs=0.03)
     assert result.eer == pytest.approx(0.5, abs=0.03)
@@ -222,14 +221,14 @@ def test_the_two_images_of_a_pair_may_be_swapped_and_embeddings_rescaled():
     rng = np.random.default_rng(0)
     embeddings, is_same = rng.normal(size=(80, 16)), np.arange(40) % 2 == 0
     swapped = embeddings.reshape(40, 2, 16)[:, ::-1].reshape(80, 16) * 8.0
-    both = [score_embeddings("model", one, is_same).verification for one in (swapped, embeddings)]
+    both = [score_embeddings(one, is_same).verification for one in (swapped, embeddings)]
     assert both[0] == both[1]
 
 
 def test_scored_pairs_carry_cosines():
     rng = np.random.default_rng(0)
     embeddings = rng.normal(size=(40, 8)).astype(np.float32)
-    scored = score_embeddings("ours", embeddings, np.arange(20) % 2, xnorm=None)
+    scored = score_embeddings(embeddings, np.arange(20) % 2, xnorm=None)
     left, right = embeddings[0::2], embeddings[1::2]
     cosines = (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
     assert scored.similarities_N == pytest.approx(cosines, abs=1e-6)
@@ -250,39 +249,16 @@ def _good_embeddings() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(40, 4))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["NaN", "infinity"])
-def test_an_embedding_that_is_not_finite_is_named(value):
-    embeddings = _good_embeddings()
-    embeddings[[13, 20], 2] = value
-    with pytest.raises(DataError, match=r"image 13 \(pair 6, second image\) is not finite .* 1 other\(s\) of 40"):
-        score_embeddings("model", embeddings, np.arange(20) % 2)
-
-
-def test_an_embedding_of_zeros_is_named():
-    embeddings = _good_embeddings()
-    embeddings[4] = 0
-    with pytest.raises(DataError, match=r"image 4 \(pair 2, first image\) is all zeros"):
-        score_embeddings("model", embeddings, np.arange(20) % 2)
-
-
 @pytest.mark.parametrize(
     ("embeddings", "is_same", "message"),
     [
-        (_good_embeddings(), np.arange(19) % 2, "20 pairs of images but 19 labels"),
-        (_good_embeddings()[:39], np.arange(20) % 2, r"shape \(39, 4\): expected \(2N, D\)"),
-        (_good_embeddings()[0], np.arange(20) % 2, r"shape \(4,\): expected \(2N, D\)"),
         (_good_embeddings()[:18], np.arange(9) % 2, "9 pairs cannot be split into 10 folds"),
         (_good_embeddings()[:0], np.arange(0), "0 pairs cannot be split into 10 folds"),
         (_good_embeddings(), np.ones(20), "All 20 pairs are labelled same"),
         (_good_embeddings(), np.zeros(20), "All 20 pairs are labelled different"),
     ],
-    ids=["counts differ", "odd", "one row", "fewer pairs than folds", "empty", "all same", "all different"],
+    ids=["fewer pairs than folds", "empty", "all same", "all different"],
 )
 def test_what_cannot_be_verified_is_refused(embeddings, is_same, message):
     with pytest.raises(DataError, match=message):
-        score_embeddings("model", embeddings, is_same)
-
-
-def test_a_distance_that_is_not_finite_is_named():
-    with pytest.raises(DataError, match="distance of pair 3 is nan"):
-        verify_distances([1.0, 1.0, 1.0, np.nan], [True, False, True, False], num_folds=2)
+        score_embeddings(embeddings, is_same)

@@ -136,7 +136,7 @@ def _embeddings(model: Model, batch: Batch) -> Tensor:
     device = batch.images.device
     with (
         model.parallel.no_sync(),
-        torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast),
+        model.precision.autocast(device),
     ):
         embeddings: Tensor = model.parallel(batch.prepared(device))
     return embeddings

@@ -26,7 +26,7 @@ from megaclass.evaluation.centres import read_run_centres
 from megaclass.training.model.build import build_model
 from megaclass.training.rank_main import RankContext, train_in_group
 from megaclass.training.run.folder import RunFolder
-from megaclass.training.run.run import open_run
+from megaclass.training.run.run import OpenedData, open_run
 from megaclass.training.start.restart import FolderLock, StartMode
 from megaclass.training.start.resume import load_initial_weights
 from megaclass_launch.errors import ConfigError, UserError
@@ -103,9 +103,8 @@ def _initialised(values):
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            run = open_run(
-                config, this_world(), CPU, RunFolder(Path(config.train.run_dir)), ("here",) * this_world().size
-            )
+            world, folder = this_world(), RunFolder(Path(config.train.run_dir))
+            run = open_run(config, world, CPU, folder, ("here",) * world.size, OpenedData())
             load_initial_weights(run, model, StartMode())
         except UserError as error:
             return None, str(error)

@@ -128,6 +128,11 @@ def test_stored_embeddings_are_used_again_when_resuming_unless_the_teacher_chang
     train(photos, run, *given, "train.epochs=3", "--resume")
     assert (run / "teacher.npy").stat().st_mtime_ns != made
     assert json.loads((run / "teacher.json").read_text()) == stamp
+    (run / "teacher.npy").unlink()
+    train(photos, run, *given, "train.epochs=4", "--resume")
+    made = (run / "teacher.npy").stat().st_mtime_ns
+    train(photos, run, *given, "data.fit=pad", "train.epochs=1", "--overwrite")
+    assert (run / "teacher.npy").stat().st_mtime_ns != made
 
 
 @pytest.mark.ranks

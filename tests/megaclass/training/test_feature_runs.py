@@ -71,6 +71,9 @@ def test_a_fitted_model_classifies_and_searches(tmp_path, backbone):
     assert accuracy > (0.7 if backbone == "none" else 0.95)
     index = model.index(rows)
     assert [one.path for one in index.search(rows[5], k=1)] == ["5"]
+    index.save(tmp_path / "index.npy")
+    again = model.index(tmp_path / "index.npy")
+    assert again.search(rows[5], k=3) == index.search(rows[5], k=3)
     assert model.embed(rows[5]).shape == (1, WIDTH if backbone == "none" else 256)
     # One row, as a tensor, is the row of the matrix.
     np.testing.assert_allclose(model.embed(torch.from_numpy(rows[5])), model.embed(rows)[5:6], rtol=1e-5, atol=1e-6)
@@ -180,7 +183,14 @@ def test_sampled_classes_are_moved_to_the_means_of_their_rows(data, caplog):
     [
         ({"backbone": {"name": "iresnet18"}}, "backbone.name is iresnet18, but the data has samples of 16 numbers"),
         ({"backbone": {"name": "none", "embedding_dim": 8}}, "set backbone.embedding_dim=16, or backbone.name=linear"),
-        ({"data": {"augment": "blur"}}, "data.augment is blur, but .* not decoded, resized or augmented: leave it out"),
+        (
+            {"distil": {"teacher": "t", "cache": True}},
+            "distil.cache is True, but .* or embedded in advance: leave it out",
+        ),
+        (
+            {"data": {"augment": "blur"}},
+            "data.augment is blur, but .* not decoded, resized, augmented or embedded in advance",
+        ),
         ({"data": {"size": 32}}, "data.size is 32, but"),
         ({"data": {"workers": 2}}, "data.workers is 2, but"),
     ],
@@ -188,7 +198,7 @@ def test_sampled_classes_are_moved_to_the_means_of_their_rows(data, caplog):
 def test_settings_that_features_do_not_have_are_refused(data, changed, says):
     given = settings(data / "train.npy", data / "run")
     for section, values in changed.items():
-        given[section] |= values
+        given[section] = given.get(section, {}) | values
     with pytest.raises(ConfigError, match=says):
         megaclass.train(given)
 

@@ -147,15 +147,15 @@ def _refused(version):
     same_start.__version__ = version if rank == 1 else installed
     for action in (
         lambda: check_same_start(_config(seed=rank), CPU),
-        lambda: check_same_data("abc" if rank else "def", 10, 2, ("a", "b"), World(rank=rank, size=2), CPU),
-        lambda: check_same_data("abc", 10 + rank, 2, ("a", "b"), World(rank=rank, size=2), CPU),
+        lambda: check_same_data("abc" if rank else "def", 10, 2, ("a", "b"), CPU),
+        lambda: check_same_data("abc", 10 + rank, 2, ("a", "b"), CPU),
     ):
         with pytest.raises(LaunchError) as caught:
             action()
         messages.append(str(caught.value))
     # These processes stay for other tests.
     same_start.__version__ = installed
-    check_same_data("abc" if rank == 0 else "", 10, 2, ("a", "a"), World(rank=rank, size=2, local_rank=rank), CPU)
+    check_same_data("abc" if rank == 0 else "", 10, 2, ("a", "a"), CPU)
     return messages
 
 

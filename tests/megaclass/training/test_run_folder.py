@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from megaclass.errors import CheckpointError
+from megaclass.training.model.distil import CACHE_FILES
 from megaclass.training.run.folder import RunFolder
 
 _LOCK = "import sys, pathlib; from megaclass.training.run.folder import RunFolder; "
@@ -69,6 +70,16 @@ def test_a_link_in_a_foreign_run_folder_has_no_other_file_written(tmp_path, name
         run.append_metrics({"step": 1})
         run.forget_metrics_after(0)
     assert precious.read_text() == "mine"
+
+
+def test_clearing_a_run_removes_all_that_runs_write_and_keeps_what_is_named_and_foreign(tmp_path):
+    for name in ("config.toml", "subcentres.tsv", "teacher.npy", "teacher.json", "notes.txt"):
+        (tmp_path / name).touch()
+    run = RunFolder(tmp_path)
+    run.clear(but=CACHE_FILES)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", *CACHE_FILES} and not run.holds_a_run()
+    run.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_clearing_a_run_removes_a_link_and_not_what_it_points_to(tmp_path):

@@ -26,7 +26,8 @@ PARTS = {1: [11], 2: [6, 5], 4: [3, 3, 2, 3]}
 SHARED = {"backbone__name": "slim", "backbone__batch_norm": "sync", "backbone__freeze": ["stem"], "train__ema": 0.5}
 VARIANTS = {
     "sgd": {},
-    "adamw": {"optimizer__name": "adamw", "optimizer__layer_decay": 0.7},
+    # Ten rows of the last layer: the last one of four ranks has fewer.
+    "adamw": {"optimizer__name": "adamw", "optimizer__layer_decay": 0.7, "backbone__embedding_dim": 10},
     "vit": {
         "backbone__name": "vit_t",
         "backbone__drop_path": 0.1,
@@ -138,6 +139,20 @@ def clipped(is_sharded: bool) -> list[float]:
 def test_clipping_and_accumulation_are_those_of_the_whole_backbone(run_ranks):
     (whole, *_), (split, *_) = run_ranks(2, clipped, False), run_ranks(2, clipped, True)
     assert split == pytest.approx(whole, rel=1e-4)
+
+
+def seen_in_bf16() -> tuple[bool, torch.dtype, bool]:
+    parallel = model_of(config_of("vit", is_sharded=True)).parallel
+    seen = []
+    parallel.module.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
+    parallel.eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        dtype = parallel(torch.randn(4, 3, 16, 16)).dtype
+        return seen[0], dtype, torch.is_autocast_cache_enabled()
+
+
+def test_autocast_keeps_no_copies_of_blocks_that_are_used_once(run_ranks):
+    assert run_ranks(2, seen_in_bf16) == [(False, torch.bfloat16, True)] * 2
 
 
 def skipped() -> tuple[list[float], bool]:

@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -180,7 +180,10 @@ def _whole_number(digits: str) -> int:
 
 
 def _umask() -> int:
-    # It can only be read by setting it. Another thread may create a file in this moment: rather too private than open to all.
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    # Elsewhere it can only be read by setting it. What another thread creates in this moment is too private.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -34,10 +34,10 @@ from megaclass.config.read import (
 from megaclass.config.schema import Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.sources.features import write_features
-from megaclass.data.sources.open_source import open_source
+from megaclass.data.sources.open_source import check_source, open_source
 from megaclass.errors import DataError, TrainError
 from megaclass.metrics_file import read_metrics, read_summary
-from megaclass.progress import bar_on_demand
+from megaclass.progress import bar_on_demand, no_progress
 from megaclass.training.choose_recipe import choose_recipe, run_name
 from megaclass.training.model.build import build_margin
 from megaclass.training.run.folder import RunFolder
@@ -100,7 +100,9 @@ class TrainedRun:
 
     def resume(self, *overrides: str, callbacks: Sequence[Callback] = (), **settings: Any) -> "TrainedRun":
         """Continues the run from its newest checkpoint, for example with epochs=20; see `train`."""
-        return train(self.folder / "config.toml", *overrides, resume=True, callbacks=callbacks, **settings)
+        # The folder may have been moved or copied since.
+        run_dir = f"train.run_dir={self.folder}"
+        return train(self.folder / "config.toml", run_dir, *overrides, resume=True, callbacks=callbacks, **settings)
 
     def __repr__(self) -> str:
         if not self.is_finished:
@@ -253,7 +255,7 @@ def _saved_optimizer(recipe: Path, overrides: Sequence[str], config: Config) -> 
     """Returns head.optimizer of the run that is continued, if the recipe leaves it open: its default was sgd until 0.2.0."""
     earlier = Path(config.train.run_dir) / "config.toml"
     given = value_given(overrides, "head", "optimizer") or _in_toml(recipe_path(recipe), "head", "optimizer")
-    return "" if given or not earlier.is_file() else _in_toml(earlier, "head", "optimizer")
+    return _in_toml(earlier, "head", "optimizer") if given in ("", "auto") else ""
 
 
 def _in_toml(path: Path, section: str, key: str) -> str:
@@ -275,7 +277,8 @@ def resolve_recipe(recipe: str | Path | None, overrides: Sequence[str], mode: St
     if recipe is not None and (Path(recipe) / "config.toml").is_file():
         if mode.resume is None:
             raise ConfigError(f"{recipe} holds a run. To continue it: megaclass train {recipe} --resume")
-        return Path(recipe) / "config.toml", overrides
+        # Not the place where it began: the folder may have been moved or copied since.
+        return Path(recipe) / "config.toml", [f"train.run_dir={recipe}", *overrides]
     folder = str(recipe) if recipe is not None else value_given(overrides, "data", "path")
     if not folder:
         raise ConfigError(
@@ -283,10 +286,10 @@ def resolve_recipe(recipe: str | Path | None, overrides: Sequence[str], mode: St
             "images with one subfolder per identity: megaclass train photos/"
         )
     run_dir = value_given(overrides, "train", "run_dir")
-    earlier = Path(run_dir or f"runs/{run_name(folder)}") / "config.toml"
-    if mode.resume is not None and earlier.is_file():
-        # The settings with which it began, also if images have been added since.
-        return earlier, overrides
+    earlier = Path(run_dir or f"runs/{run_name(folder)}")
+    if mode.resume is not None and (earlier / "config.toml").is_file():
+        # The settings with which it began, also if images have been added since, or the data has been moved.
+        return earlier / "config.toml", [f"data.path={folder}", f"train.run_dir={earlier}", *overrides]
     chosen = choose_recipe(folder, run_dir or "")
     if world_from_environment().is_main:
         _logger.info(chosen.reason)
@@ -451,7 +454,7 @@ def evaluate(
     published_tpir: IJB: TPIR with the threshold of InsightFace's ijb_evals.py, which lets one probe fewer pass.
     backbone: `package.module:Class` of your own, if the model is not a built-in one.
     nproc: number of processes to start on this machine, for a model that is a run folder or a file.
-    on_result: called on rank 0 with each result as soon as it is there.
+    on_result: called on rank 0 with each result as soon as it is there; with nproc, when all are.
     """
     from megaclass.distributed.agreement import on_every_rank
     from megaclass.evaluation.protocol import Evaluator
@@ -484,7 +487,11 @@ def evaluate(
             "backbone": backbone,
         }
         flags = ["--resize"] * resize + ["--mirror"] * (mirror is True) + ["--published-tpir"] * published_tpir
-        return _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
+        evaluation = _evaluate_on_ranks(given, options, [*flags, *(["--no-mirror"] * (mirror is False))], nproc, out)
+        if on_result is not None:
+            for result in evaluation.results:
+                on_result(result)
+        return evaluation
     results: list[SetResult] = []
     with _messages(), process_group(world, device=device) as found:
         if isinstance(given, LoadedModel):
@@ -504,8 +511,10 @@ def evaluate(
             published_tpir=published_tpir,
             centres=lambda: loaded.class_shard(training_data),
         )
-        for one in sets_of_main_rank(lambda: _sets(paths, labelled, *others), loaded.device):
-            with bar_on_demand(f"evaluating {one.name}") if world.is_main else nullcontext() as on_progress:
+        for one in sets_of_main_rank(
+            lambda: _sets(paths, labelled, *others, training_data=training_data), loaded.device
+        ):
+            with bar_on_demand(f"evaluating {one.name}") if world.is_main else nullcontext(no_progress) as on_progress:
                 [result] = evaluate_sets(replace(evaluator, on_progress=on_progress), [one])
             if world.is_main and training_data is not None:
                 [result] = compared_with_training_data([result], open_source(training_data), training_data)
@@ -557,10 +566,14 @@ def _sets(
     probes: Path | None,
     distractors: Path | None,
     queries: Path | None,
+    *,
+    training_data: str | None,
 ) -> "list[EvaluationSet]":
     from megaclass.evaluation.protocol import EvaluationSet
     from megaclass.evaluation.sets import find_sets
 
+    if training_data is not None:
+        check_source(training_data)
     sets = find_sets(paths, labelled)
     if (gallery or distractors) and not (probes or (queries and not distractors)):
         raise ConfigError(

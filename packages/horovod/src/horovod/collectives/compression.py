@@ -2,11 +2,11 @@
 
 A user's compressor is a class with static methods `compress(tensor) -> (tensor, context)` and
 `decompress(tensor, context)`; the tensor that compress() returns is reduced in its own dtype. The compressors below are
-recognised by allreduce, which then uses a wire format (distributed/wire_formats.py) instead: each rank sends 16 or 8 bits
-per number, and sums are formed in float32.
+recognised by allreduce, which then uses a wire format (megaclass_launch/ranks/wire_formats.py) instead: each rank sends
+16 or 8 bits per number, and sums are formed in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,14 +112,20 @@ class Compression:
     int8 = Int8Compressor
 
 
-def wire_of(compression: Any, dtype: Any, op: int) -> str:
-    """Returns the wire format of an allreduce; empty if compress() and decompress() are called instead.
+def wire_of(compression: Any, tensors: Sequence[Any], op: int) -> str:
+    """Returns the wire format of an allreduce; empty if compress() and decompress() are called for each tensor instead.
 
-    These are called of a user's compressor, for integers, for Min, Max and Product, and if the format would not save bytes.
+    These are called of a user's compressor, for Min, Max and Product, and if there is a tensor of integers, or one for which
+    the format would not save bytes: an operation has one wire format.
     """
     # Not an inherited name: a subclass may change compress() and is then called like any user's compressor.
     wire: str = getattr(compression, "__dict__", {}).get("wire_name", "")
-    if not wire or op not in (Average, Sum) or not _is_floating(dtype):
+    if not wire or op not in (Average, Sum):
         return ""
-    num_bytes: int = dtype.itemsize if isinstance(dtype, torch.dtype) else dtype.size
-    return wire if WIRE_FORMATS[wire].dtype.itemsize < num_bytes else ""
+    num_bytes = WIRE_FORMATS[wire].dtype.itemsize
+    return wire if all(_is_floating(t.dtype) and num_bytes < _itemsize(t.dtype) for t in tensors) else ""
+
+
+def _itemsize(dtype: Any) -> int:
+    size: int = dtype.itemsize if isinstance(dtype, torch.dtype) else dtype.size
+    return size

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.engine.job import Job, current
+from horovod.common.process_sets import ProcessSet, global_process_set, members_of
+from horovod.engine.job import current
 from horovod.engine.kinds import KINDS, REDUCTIONS, Average, Sum
 from horovod.engine.messages import JOIN, Request, terms_of
 from horovod.engine.operation import Operation
-from horovod.transport.arithmetic import DTYPES
-from megaclass_launch.rank_status import own_status, wait_for_ranks
+from horovod.transport.arithmetic import DTYPES, empty_result
 
 __all__ = ["barrier", "join", "poll", "synchronize"]
 
@@ -79,20 +78,20 @@ _NO_REDUCTION = ReductionOptions(op=-1)
 def enqueue(
     kind: str,
     tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor] | None,
     name: str | None,
     process_set: ProcessSet,
     *,
+    in_place: bool = False,
     reduction: ReductionOptions | None = None,
     root: int = -1,
     splits: tuple[int, ...] = (),
     is_grouped: bool = False,
 ) -> int:
-    """Submits an operation and returns its handle. `outputs` receive the results; None if their shapes are not known yet."""
+    """Submits an operation and returns its handle. `in_place`: the tensors receive the results."""
     job = current.running()
     number = process_set.process_set_id
     if number != 0:
-        _check_membership(kind, job, process_set)
+        checked_members(kind, process_set)
     op, prescale, postscale, _, wire, keeps_error = reduction or _NO_REDUCTION
     inputs: list[Tensor] = []
     dtypes: list[str] = []
@@ -120,12 +119,13 @@ def enqueue(
         is_grouped,
         name is not None,
     )
-    request = Request(job.next_name(number) if name is None else str(name), terms)
+    request = Request(job.next_name("noname", number) if name is None else str(name), terms)
     operation = Operation(request, inputs)
-    if outputs is not None:
+    if in_place or KINDS[kind].keeps_shapes:
         # In place: the same objects, by which the executor knows that there is nothing to copy.
-        operation.outputs = inputs if outputs is tensors else [out.data for out in outputs]
-        operation.result = tuple(outputs) if is_grouped else outputs[0]
+        operation.outputs = inputs if in_place else [empty_result(tensor) for tensor in inputs]
+        results = tensors if in_place else operation.outputs
+        operation.result = tuple(results) if is_grouped else results[0]
     if terms.device == "cuda":
         # The executor's stream waits for this event: kernels that write the inputs may still be running.
         operation.ready = torch.cuda.Event()
@@ -165,17 +165,19 @@ def check_tensor(kind: str, tensor: Tensor) -> str:
     return DTYPES[dtype]
 
 
-def _check_membership(kind: str, job: Job, process_set: ProcessSet) -> None:
-    number = process_set.process_set_id
-    # Also the ranks: a set of a job that was shut down may have the number of another set of this job.
-    if number is None or job.process_sets.get(number) != tuple(process_set.ranks or ()):
+def checked_members(kind: str, process_set: ProcessSet) -> tuple[int, ...]:
+    """Returns the ranks of the set; ValueError, in Horovod's words, unless it exists and this rank is a member."""
+    job = current.running()
+    members = members_of(process_set, job)
+    if members is None:
         raise ValueError(
             f"{kind.capitalize()}: Process set provided does not exist, or has not been registered. ({process_set})"
         )
-    if job.meeting.rank not in job.process_sets[number]:
+    if job.meeting.rank not in members:
         raise ValueError(
             f"{kind.capitalize()}: Rank {job.meeting.rank} is not a member of the provided process set. ({process_set})"
         )
+    return members
 
 
 def poll(handle: int) -> bool:
@@ -186,12 +188,15 @@ def poll(handle: int) -> bool:
     return bool(operation.is_done)
 
 
-def waited(start: Callable[[], int], pick: Callable[[Operation], Any] | None = None) -> Any:
-    """Starts an operation and waits for it; returns its result, or `pick(operation)`."""
+_result = attrgetter("result")
+
+
+def waited(start: Callable[..., int], *args: Any, pick: Callable[[Operation], Any] = _result, **kwargs: Any) -> Any:
+    """Starts an operation by start(*args, **kwargs) and waits for it; returns its result, or `pick(operation)`."""
     # Together: the engine thread is woken once, when there is no more to wait for. Without a job, start() raises the error.
     with current.job.controller.together() if current.job is not None else contextlib.nullcontext():
-        handle = start()
-    return fetch(handle, pick or _result)
+        handle = start(*args, **kwargs)
+    return fetch(handle, pick)
 
 
 def synchronize(handle: int) -> Any:
@@ -199,10 +204,7 @@ def synchronize(handle: int) -> Any:
     return fetch(handle, _result)
 
 
-_result = attrgetter("result")
-
-
-def fetch(handle: int, pick: Any) -> Any:
+def fetch(handle: int, pick: Callable[[Operation], Any]) -> Any:
     """Waits for the operation and returns `pick(operation)`; None for an unknown handle."""
     job = current.job
     operation = job.handles.get(handle) if job is not None else None
@@ -211,7 +213,7 @@ def fetch(handle: int, pick: Any) -> Any:
     # When many handles are waited for in turn, most are done by the time the first one is.
     if not operation.is_done or operation.error:
         try:
-            _wait(job, operation)
+            job.wait(operation)
         except HorovodInternalError:
             job.handles.pop(handle, None)
             raise
@@ -227,20 +229,6 @@ def fetch(handle: int, pick: Any) -> Any:
     return pick(operation)
 
 
-def _wait(job: Job, operation: Operation) -> None:
-    """Waits for the operation; with --hang-timeout the agent is told for what, and for how long it is worth waiting."""
-    limit_s = job.settings.hang_timeout_s
-    if not limit_s:
-        wait_for_ranks(lambda: job.controller.wait(operation))
-        return
-    status, request = own_status(), operation.request
-    status.progress(allowed_s=limit_s, phase="waiting", detail=f"{request.kind} of {request.name}")
-    try:
-        wait_for_ranks(lambda: job.controller.wait(operation))
-    finally:
-        status.progress(allowed_s=0.0)
-
-
 def join(device: int = -1) -> int:
     """Declares that this rank has no more data: until all ranks have joined, it contributes zeros to their allreduces.
 
@@ -250,8 +238,7 @@ def join(device: int = -1) -> int:
     job = current.running()
     operation = Operation(JOIN)
     job.controller.submit(operation)
-    _wait(job, operation)
-    # Ranks with more data have used up more automatic names: all start again at the same number.
+    job.wait(operation)
     job.restart_names()
     return int(operation.result)
 
@@ -259,5 +246,5 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called it."""
     # Each barrier has its own name, so a rank that is one barrier behind cannot meet the wrong one.
-    number = current.running().count("barrier", process_set.process_set_id)
-    waited(lambda: enqueue("barrier", [], None, f"barrier.{number}", process_set))
+    name = current.running().next_name("barrier", process_set.process_set_id)
+    waited(enqueue, "barrier", [], name, process_set)

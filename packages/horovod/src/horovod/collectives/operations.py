@@ -6,6 +6,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, ParamSpec
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from horovod.collectives.compression import Compression, wire_of
 from horovod.collectives.handles import (
     ReductionOptions,
+    checked_members,
     checked_op,
     enqueue,
     group_of,
@@ -24,9 +26,7 @@ from horovod.collectives.handles import (
 from horovod.common.basics import _basics
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.engine.job import current
 from horovod.engine.kinds import Adasum, Average, Sum
-from horovod.transport.arithmetic import empty_result
 
 __all__ = [
     "allgather",
@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+
+_outputs = attrgetter("outputs")
 
 
 def _blocking(start: Callable[P, int], doc: str) -> Callable[P, Any]:
@@ -105,21 +107,30 @@ def _compressed(
 # ---- allreduce: its gradient is the allreduce of the gradient, with the same op and scale factors ----
 
 
-def _enqueue_allreduce(
+def start_allreduce(
     tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
     name: str | None,
     options: ReductionOptions,
     *,
+    in_place: bool = False,
     is_grouped: bool = False,
 ) -> int:
+    """Starts an allreduce and returns its handle."""
     if checked_op(options.op) == Adasum:
         if options.process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         for tensor in tensors:
             if not tensor.is_floating_point():
                 raise ValueError(f"Tensor type {tensor.type()} is not supported by Adasum.")
-    return enqueue("allreduce", tensors, outputs, name, options.process_set, reduction=options, is_grouped=is_grouped)
+    return enqueue(
+        "allreduce",
+        tensors,
+        name,
+        options.process_set,
+        in_place=in_place,
+        reduction=options,
+        is_grouped=is_grouped,
+    )
 
 
 def allreduce_async(
@@ -134,7 +145,7 @@ def allreduce_async(
     """Starts an allreduce into a new tensor and returns its handle."""
     op = handle_average_backwards_compatibility(op, average)
     options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
-    return _enqueue_allreduce([tensor], [empty_result(tensor)], name, options)
+    return start_allreduce([tensor], name, options)
 
 
 def allreduce_async_(
@@ -148,10 +159,8 @@ def allreduce_async_(
 ) -> int:
     """Starts an allreduce in place and returns its handle."""
     op = handle_average_backwards_compatibility(op, average)
-    # One list for both: enqueue() recognises an operation in place by it.
-    tensors = [tensor]
     options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
-    return _enqueue_allreduce(tensors, tensors, name, options)
+    return start_allreduce([tensor], name, options, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -165,9 +174,8 @@ def grouped_allreduce_async(
 ) -> int:
     """Starts an allreduce of each tensor of the list into new tensors; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
-    tensors = group_of(tensors)
     options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
-    return _enqueue_allreduce(tensors, [empty_result(tensor) for tensor in tensors], name, options, is_grouped=True)
+    return start_allreduce(group_of(tensors), name, options, is_grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -181,9 +189,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """Starts an allreduce of each tensor of the list in place; returns one handle for all."""
     op = handle_average_backwards_compatibility(op, average)
-    tensors = group_of(tensors)
     options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
-    return _enqueue_allreduce(tensors, tensors, name, options, is_grouped=True)
+    return start_allreduce(group_of(tensors), name, options, in_place=True, is_grouped=True)
 
 
 allreduce_ = _blocking(allreduce_async_, "Combines the tensor over ranks in place and returns it.")
@@ -230,9 +237,7 @@ def grouped_allreduce(
 def _allreduced(
     tensors: list[Tensor], name: str | None, compression: Any, options: ReductionOptions, *, is_grouped: bool
 ) -> list[Tensor]:
-    wires = {wire_of(compression, tensor.dtype, options.op) for tensor in tensors}
-    # An operation has one wire format. If the tensors differ in it, compress() is called for each of them instead.
-    if len(wires) == 1 and (wire := wires.pop()):
+    if wire := wire_of(compression, tensors, options.op):
         return list(_combined(tensors, name, options._replace(wire=wire), is_grouped))
     return _compressed(compression, tensors, lambda packed: _combined(packed, name, options, is_grouped))
 
@@ -240,10 +245,8 @@ def _allreduced(
 def _combined(
     tensors: Sequence[Tensor], name: str | None, options: ReductionOptions, is_grouped: bool
 ) -> tuple[Tensor, ...]:
-    def run(*tensors: Tensor) -> list[Tensor]:
-        outputs = [empty_result(tensor) for tensor in tensors]
-        waited(lambda: _enqueue_allreduce(tensors, outputs, name, options, is_grouped=is_grouped))
-        return outputs
+    def run(*tensors: Tensor) -> Any:
+        return waited(start_allreduce, tensors, name, options, is_grouped=is_grouped, pick=_outputs)
 
     # The operation of the backward pass has no name: the forward one of this name may be in flight again.
     return _differentiable(run, lambda *gradients: _combined(gradients, None, options, is_grouped), tensors)
@@ -257,8 +260,9 @@ def sparse_allreduce_async(
         raise ValueError(f"sparse_allreduce_async supports op=Average and op=Sum only, not op={op!r}.")
     # allgather concatenates along dimension 0, so the indices are sent as one row per value.
     indices = tensor._indices().transpose(0, 1).contiguous()
-    indices_handle = allgather_async(indices, name=f"{name}.indices", process_set=process_set)
-    values_handle = allgather_async(tensor._values().contiguous(), name=f"{name}.values", process_set=process_set)
+    names = [f"{name}.{part}" if name is not None else None for part in ("indices", "values")]
+    indices_handle = allgather_async(indices, names[0], process_set)
+    values_handle = allgather_async(tensor._values().contiguous(), names[1], process_set)
 
     def result() -> Tensor:
         values = synchronize(values_handle)
@@ -273,12 +277,13 @@ def sparse_allreduce_async(
 # ---- reducescatter: its gradient is an allgather of the gradient ----
 
 
-def _enqueue_reducescatter(
+def start_reducescatter(
     tensors: Sequence[Tensor], name: str | None, options: ReductionOptions, *, is_grouped: bool = False
 ) -> int:
+    """Starts a reducescatter and returns its handle."""
     if checked_op(options.op) not in (Average, Sum):
         raise HorovodInternalError("Reducescatter currently only supports SUM and AVERAGE.")
-    return enqueue("reducescatter", tensors, None, name, options.process_set, reduction=options, is_grouped=is_grouped)
+    return enqueue("reducescatter", tensors, name, options.process_set, reduction=options, is_grouped=is_grouped)
 
 
 def reducescatter_async(
@@ -290,7 +295,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a reducescatter and returns its handle. If rows do not divide evenly, the first ranks get one more."""
-    return _enqueue_reducescatter([tensor], name, ReductionOptions(op, prescale_factor, postscale_factor, process_set))
+    return start_reducescatter([tensor], name, ReductionOptions(op, prescale_factor, postscale_factor, process_set))
 
 
 def grouped_reducescatter_async(
@@ -303,7 +308,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Starts a reducescatter of each tensor of the list; returns one handle for all."""
     options = ReductionOptions(op, prescale_factor, postscale_factor, process_set)
-    return _enqueue_reducescatter(group_of(tensors), name, options, is_grouped=True)
+    return start_reducescatter(group_of(tensors), name, options, is_grouped=True)
 
 
 def reducescatter(
@@ -340,12 +345,8 @@ def grouped_reducescatter(
 def _reducescattered(
     tensors: list[Tensor], name: str | None, compression: Any, options: ReductionOptions, *, is_grouped: bool
 ) -> list[Tensor]:
-    def run(*tensors: Tensor) -> list[Tensor]:
-        outputs: list[Tensor] = waited(
-            lambda: _enqueue_reducescatter(tensors, name, options, is_grouped=is_grouped),
-            lambda operation: list(operation.outputs),
-        )
-        return outputs
+    def run(*tensors: Tensor) -> Any:
+        return waited(start_reducescatter, tensors, name, options, is_grouped=is_grouped, pick=_outputs)
 
     def gradient_of(*gradients: Tensor) -> tuple[Tensor, ...]:
         # As in Horovod, gradients are averages over ranks, so the one of a Sum is multiplied by their number.
@@ -361,14 +362,14 @@ def _reducescattered(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Starts an allgather and returns its handle."""
-    return enqueue("allgather", [tensor], None, name, process_set)
+    return enqueue("allgather", [tensor], name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts an allgather of each tensor of the list; returns one handle for all."""
-    return enqueue("allgather", group_of(tensors), None, name, process_set, is_grouped=True)
+    return enqueue("allgather", group_of(tensors), name, process_set, is_grouped=True)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -388,13 +389,10 @@ def _allgathered(
 ) -> tuple[Tensor, ...]:
     sizes: tuple[tuple[int, ...], ...] = ()
 
-    def run(*tensors: Tensor) -> list[Tensor]:
+    def run(*tensors: Tensor) -> Any:
         nonlocal sizes
-        outputs: list[Tensor]
-        outputs, sizes = waited(
-            lambda: enqueue("allgather", tensors, None, name, process_set, is_grouped=is_grouped),
-            lambda operation: (list(operation.outputs), operation.sizes),
-        )
+        pick = attrgetter("outputs", "sizes")
+        outputs, sizes = waited(enqueue, "allgather", tensors, name, process_set, is_grouped=is_grouped, pick=pick)
         return outputs
 
     def gradient_of(*gradients: Tensor) -> list[Tensor]:
@@ -408,33 +406,30 @@ def _allgathered(
 # ---- broadcast: its gradient is the average over ranks on the root, zeros elsewhere ----
 
 
-def _enqueue_broadcast(
-    tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+def start_broadcast(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
 ) -> int:
-    job = current.running()
-    members = job.members(process_set.process_set_id)
-    # For an unknown process set, or one without this rank, enqueue() raises the error about membership instead.
-    if members and job.meeting.rank in members and root_rank not in members:
+    """Starts a broadcast and returns its handle."""
+    members = checked_members("broadcast", process_set)
+    if root_rank not in members:
         raise ValueError(
             f"broadcast received invalid root rank {root_rank} for provided process set: its ranks are {list(members)}."
         )
-    tensors = [tensor]
-    outputs = tensors if output is tensor else [output]
-    return enqueue("broadcast", tensors, outputs, name, process_set, root=root_rank)
+    return enqueue("broadcast", [tensor], name, process_set, in_place=in_place, root=root_rank)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts a broadcast into a new tensor and returns its handle. `root_rank` is the global rank."""
-    return _enqueue_broadcast(tensor, empty_result(tensor), root_rank, name, process_set)
+    return start_broadcast(tensor, root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts a broadcast in place and returns its handle. `root_rank` is the global rank."""
-    return _enqueue_broadcast(tensor, tensor, root_rank, name, process_set)
+    return start_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
 broadcast_ = _blocking(
@@ -448,7 +443,7 @@ def broadcast(
     """Returns the root's tensor; differentiable. `root_rank` is the global rank, also in a process set."""
 
     def run(tensor: Tensor) -> list[Tensor]:
-        return [waited(lambda: broadcast_async(tensor, root_rank, name, process_set))]
+        return [waited(broadcast_async, tensor, root_rank, name, process_set)]
 
     def gradient_of(gradient: Tensor) -> list[Tensor]:
         reduced = allreduce(gradient, op=Average, process_set=process_set)
@@ -467,8 +462,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an alltoall and returns its handle; synchronize() gives the received rows and their number per rank."""
-    job = current.running()
-    num_members = len(job.members(process_set.process_set_id)) or 1
+    num_members = len(checked_members("alltoall", process_set))
     if isinstance(splits, Tensor):
         if splits.dim() > 1:
             raise ValueError("alltoall expects a 1D splits tensor")
@@ -493,7 +487,7 @@ def alltoall_async(
             f"Sum of splits entries is greater than the first dimension of tensor, or one is negative "
             f"(splits {list(given)}, {num_rows} rows)."
         )
-    return enqueue("alltoall", [tensor], None, name, process_set, splits=given)
+    return enqueue("alltoall", [tensor], name, process_set, splits=given)
 
 
 def alltoall(
@@ -512,7 +506,7 @@ def alltoall(
 
     def run(tensor: Tensor) -> list[Tensor]:
         nonlocal received
-        output, received = waited(lambda: alltoall_async(tensor, splits, name, process_set))
+        output, received = waited(alltoall_async, tensor, splits, name, process_set)
         return [output]
 
     def gradient_of(gradient: Tensor) -> list[Tensor]:

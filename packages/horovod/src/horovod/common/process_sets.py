@@ -5,10 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from horovod.engine.job import current
+from horovod.engine.job import Job, current
 from horovod.engine.messages import Request
 from horovod.engine.operation import Operation
-from megaclass_launch.rank_status import wait_for_ranks
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
@@ -31,20 +30,23 @@ class ProcessSet:
             raise ValueError("ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object")
         self.ranks = ranks
 
-    def _invalidate(self) -> None:
-        self.process_set_id = None
+    def _members(self) -> tuple[int, ...]:
+        members = members_of(self, current.known())
+        if members is None:
+            raise ValueError("Process set does not exist or has not been registered.")
+        return members
 
     def size(self) -> int | None:
         """Returns the number of ranks in the set; None if it is not initialized."""
         if self.process_set_id is None:
             return None
-        return len(_members(self.process_set_id))
+        return len(self._members())
 
     def rank(self) -> int | None:
         """Returns this process's position in the set; None if it is not initialized. Roots are still global ranks."""
         if self.process_set_id is None:
             return None
-        ranks, own_rank = _members(self.process_set_id), current.known().meeting.rank
+        ranks, own_rank = self._members(), current.known().meeting.rank
         if own_rank not in ranks:
             raise ValueError("Process is not part of provided process set.")
         return ranks.index(own_rank)
@@ -56,9 +58,11 @@ class ProcessSet:
         The first use is collective: all members of the set ask for it. It uses NCCL if every rank has a GPU of its own, else
         gloo. Raises ValueError if this process is not a member.
         """
-        if self.process_set_id is None or self.process_set_id not in current.known().sets.connections:
+        job = current.known()
+        members = members_of(self, job)
+        if self.process_set_id is None or members is None or job.meeting.rank not in members:
             raise ValueError(f"{self} has no group on this process: only members of a registered set have one.")
-        return current.known().sets.scripts_group(self.process_set_id)
+        return job.sets.scripts_group(self.process_set_id)
 
     def included(self) -> bool | None:
         """Returns whether this process is a member; None if the set is not initialized."""
@@ -74,11 +78,11 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
 
-def _members(number: int) -> tuple[int, ...]:
-    sets = current.known().process_sets
-    if number not in sets:
-        raise ValueError("Process set does not exist or has not been registered.")
-    return sets[number]
+def members_of(process_set: ProcessSet, job: Job) -> tuple[int, ...] | None:
+    """Returns the ranks of a set of this job; None if it is not one."""
+    number, ranks = process_set.process_set_id, tuple(process_set.ranks or ())
+    # Also the ranks: a set of a job that was shut down may have the number of another set of this job.
+    return ranks if number is not None and job.process_sets.get(number) == ranks else None
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -99,10 +103,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns False if the set did not exist.
     """
     number = process_set.process_set_id
-    if number is None or number == 0:
+    if number is None or number == 0 or members_of(process_set, current.known()) is None:
         return False
-    process_set._invalidate()
-    return _negotiate("remove_process_set", (number,), "removing") is not None
+    was_removed = _negotiate("remove_process_set", (number,), "removing") is not None
+    process_set.process_set_id = None
+    return was_removed
 
 
 def _negotiate(kind: str, numbers: tuple[int, ...], doing: str) -> int | None:
@@ -117,6 +122,6 @@ def _negotiate(kind: str, numbers: tuple[int, ...], doing: str) -> int | None:
     # The name is the same for all sets, so ranks that want different sets are compared and get an error.
     operation = Operation(Request.of(kind, "process sets", splits=numbers, repeats=False))
     job.controller.submit(operation)
-    wait_for_ranks(lambda: job.controller.wait(operation))
+    job.wait(operation)
     number = int(operation.result)
     return number if number >= 0 else None

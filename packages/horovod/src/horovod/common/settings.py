@@ -15,8 +15,8 @@ class Settings:
     fusion_threshold: int = 128 * 1024 * 1024
     """HOROVOD_FUSION_THRESHOLD: largest number of bytes that are reduced as one; 0 disables fusion."""
     cycle_time_s: float = 0.001
-    """HOROVOD_CYCLE_TIME (in ms there): operations that no thread waits for are held back until none came for this long, and
-    then travel together. At most five times as long after the first, or forty times if all together are below 1 MiB."""
+    """HOROVOD_CYCLE_TIME (in ms there): operations that no thread waits for are held back for five times as long, and then
+    travel together."""
     cache_capacity: int = 1024
     """HOROVOD_CACHE_CAPACITY: number of lists of operations that ranks may refer to by a hash; 0: none."""
     stall_warning_s: float = 60.0

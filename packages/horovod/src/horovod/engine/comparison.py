@@ -31,7 +31,7 @@ def _disagreement(ranks: list[int], requests: list[Request], hosts: Sequence[str
     """Describes a difference between the first rank and another one; empty if there is none."""
     first = requests[0]
     for rank, other in zip(ranks[1:], requests[1:], strict=True):
-        # One request may stand for several ranks, which have then announced the same list: nothing to compare.
+        # If the ranks have announced one list, one request stands for all of them.
         if other is first or other == first:
             continue
         for (what, one, shown), (_, two, other_shown) in zip(_terms_of(first), _terms_of(other), strict=False):
@@ -59,8 +59,8 @@ def _terms_of(request: Request) -> Iterable[tuple[str, object, str]]:
     yield f"{name} root ranks", request.root, f"root rank {request.root}"
     if kind.sizes == "splits":
         yield "numbers of splits", len(splits), f"splits {splits}"
-    if kind.disagreement:
-        yield kind.disagreement, splits, f"ranks {splits}"
+    else:
+        yield "process sets", splits, f"ranks {splits}"
     yield f"{name} CPU/GPU device selection", request.device, f"a tensor on {request.device}"
     yield "compression", (request.wire, request.keeps_error), request.wire or "none"
 

@@ -24,6 +24,7 @@ State:
 """
 
 import logging
+import math
 import os
 import select
 import threading
@@ -104,13 +105,13 @@ class Controller:
         # Why the job ends, as far as this rank knows; True once no rank uses the process groups any more.
         self._reason = ""
         self._has_ended = False
+        # True once this rank could not run an operation: the ranks are no longer in step.
+        self._has_failed = False
         self._rank0: Rank0 | None = None
         if rank == 0:
             sends: dict[int, Callable[..., None]] = {peer: each.send for peer, each in connections.items()}
             sends[0] = self._receive
-            self._rank0 = Rank0(
-                hosts, settings, process_sets, sends, self._requests_of, lambda: bool(self.closed), timeline, runner
-            )
+            self._rank0 = Rank0(hosts, settings, process_sets, sends, lambda: bool(self.closed), timeline, runner)
             self._send_to_rank0: Callable[..., None] = partial(self._rank0.receive, 0)
         else:
             self._send_to_rank0 = connections[0].send
@@ -136,8 +137,7 @@ class Controller:
             if self._operations.setdefault(operation.request.key, operation) is not operation:
                 raise ValueError(DUPLICATE_NAME)
             queue.operations.append(operation)
-            queue.num_bytes += operation.request.terms.num_bytes
-            # The first one wakes the engine thread, which then looks at the queue until it is announced.
+            # The first one wakes the engine thread, which sleeps until the queue is to be announced.
             if len(queue.operations) == 1 and not queue.num_together:
                 self._wake_up()
 
@@ -174,12 +174,9 @@ class Controller:
                 if self._queue.hurry():
                     self._wake_up()
                 if operation.waiter is None and not operation.is_done:
-                    operation.waiter = threading.Lock()
-                    operation.waiter.acquire()
+                    operation.waiter = threading.Event()
             if operation.waiter is not None:
-                operation.waiter.acquire()
-                # Several threads may wait for one operation: each lets the next one through.
-                operation.waiter.release()
+                operation.waiter.wait()
         if operation.error:
             raise HorovodInternalError(operation.error)
 
@@ -217,7 +214,7 @@ class Controller:
                 operation.error = error
                 operation.is_done = True
                 if operation.waiter is not None:
-                    operation.waiter.release()
+                    operation.waiter.set()
                 if operation.on_done is not None:
                     calls.append(operation.on_done)
         # Without the lock: what is called may submit the next operation.
@@ -248,7 +245,8 @@ class Controller:
                         else:
                             self._receive_from(self._by_file[file])
                     self._send_queue_if_due()
-                    self._check_stalls()
+                    if self._rank0 is not None:
+                        self._rank0.check_if_due(time.monotonic())
                     if self._is_stopping:
                         self._ask_to_stop(SHUT_DOWN)
         except BaseException as error:
@@ -264,13 +262,13 @@ class Controller:
                 connection.close()
 
     def _sleep_s(self) -> float | None:
-        """Returns the time until something is due; None: nothing is."""
+        """Returns the time until something is due; None if nothing is."""
         now = time.monotonic()
         with self._lock:
-            look = self._queue.next_look(now)
-        check = self._rank0.next_check() if self._rank0 is not None else None
-        deadline = min((due for due in (look, check) if due is not None), default=float("inf"))
-        return None if deadline == float("inf") else max(0.0, deadline - now)
+            due = self._queue.due_at(now)
+        if self._rank0 is not None:
+            due = min(due, self._rank0.next_check())
+        return None if due == math.inf else max(0.0, due - now)
 
     def _send_queue_if_due(self) -> None:
         with self._lock:
@@ -289,7 +287,7 @@ class Controller:
         self._announced[digest] = operations
         repeats = all(terms.repeats for terms in distinct_terms(requests))
         # This rank does not know what the others announce. If the lists differ, the payload is not used, which is cheap.
-        payload = self._runner.small_payload(operations) if len(self._hosts) > 1 else b""
+        payload = self._runner.small_payload(operations, len(self._hosts))
         self._send_to_rank0(MessageKind.REQUESTS, self._sender.message(content, digest, repeats=repeats), payload)
 
     def _requests_of(self, digest: bytes) -> list[Request]:
@@ -333,24 +331,12 @@ class Controller:
             self._reason = reason
             self._send_to_rank0(MessageKind.STOP, reason.encode())
 
-    def _check_stalls(self) -> None:
-        """On rank 0: warns of operations that some ranks have not announced, or ends the job because of them."""
-        due = self._rank0.next_check() if self._rank0 is not None else None
-        now = time.monotonic()
-        if self._rank0 is None or due is None or now < due:
-            return
-        warning, reason = self._rank0.check(now)
-        if warning:
-            _log.warning(warning)
-        if reason and not self._reason:
-            _log.error(reason)
-            self._ask_to_stop(reason)
-
     def _run_agreed(self, responses: list[Response], payload: bytes) -> None:
         """Runs this rank's part of the agreed operations in their order, until the controller is closed."""
         for response in responses:
-            # Asked before each one: a failure, or the end of the job, closes the controller between two of them.
-            if self.closed:
+            # Asked before each one: the end of the job closes the controller between two of them. After a failure, the next
+            # operation of this rank would meet the failed one of the others.
+            if self.closed or self._has_failed:
                 return
             if response.last_joined >= 0:
                 self._timeline.negotiated([JOIN.full_name])
@@ -384,7 +370,7 @@ class Controller:
             name, host = response.requests[0].full_name, self._hosts[self._rank]
             error = f"{name} on rank {self._rank} ({host}) failed: {caught}"
             self._finish(operations, error)
-            # The ranks are no longer in step: no further operation can be trusted.
+            self._has_failed = True
             self._ask_to_stop(self._explained(f"{error}."))
             return
         self._finish(operations, "")

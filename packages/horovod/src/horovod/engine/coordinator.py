@@ -22,6 +22,7 @@ Only rank 0's engine thread calls the coordinator, so it needs no lock.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ from horovod.engine.messages import (
     Key,
     Request,
     Response,
-    Terms,
     distinct_terms,
     is_for_some,
     packed_responses,
@@ -59,12 +59,9 @@ class Cycle:
     since: float
     payload: bytes = b""
     """The tensors themselves, if they are small; else empty."""
-    own: Sequence[Request] = ()
-    """The requests, if they are those of rank 0 itself."""
 
-    def requests(self) -> Sequence[Request]:
-        # Other ranks' lists are read only if they differ from that of rank 0.
-        return self.own or unpacked(self.content)
+    def requests(self) -> list[Request]:
+        return unpacked(self.content)
 
 
 class Answer(NamedTuple):
@@ -85,8 +82,6 @@ class _Pending:
     """Time of the first announcement."""
     requests: dict[int, Request] = field(default_factory=dict)
     """By rank."""
-    changed: float = 0.0
-    """Time of the latest announcement."""
     was_compared: bool = False
     """True once it was compared with other operations of its name, since the latest announcement."""
     num_warnings: int = 0
@@ -132,16 +127,10 @@ class Coordinator:
 
     def _agree(self, cycle: Cycle) -> Answer:
         """Answers a list that all ranks have announced: there is nothing to wait for and nothing to compare."""
-        # An allreduce of which all ranks know the same has neither errors nor sizes. No rank has joined: a cycle is opened at
-        # once after a join.
+        # No rank has joined: a cycle is opened at once after a join.
         members = self._members(0)
         requests = cycle.requests()
-        ready = [
-            request
-            if request.terms.kind == "allreduce"
-            else respond(dict.fromkeys(members, request), self._hosts, has_joined=False)
-            for request in requests
-        ]
+        ready = [respond(dict.fromkeys(members, request), self._hosts, has_joined=False) for request in requests]
         responses = fuse(ready, self._settings)
         answer = Answer(responses, packed_responses(responses, requests, cycle.digest))
         capacity = self._settings.cache_capacity
@@ -182,7 +171,7 @@ class Coordinator:
             pending = self._pending.setdefault(request.key, _Pending(since))
             # A rank has one operation per key in flight (its controller sees to that), so nothing is overwritten.
             pending.requests[rank] = request
-            pending.changed, pending.was_compared = since, False
+            pending.was_compared = False
             self._settle(request.key)
 
     def _join(self, rank: int) -> None:
@@ -221,21 +210,18 @@ class Coordinator:
 
     # -- operations that wait too long --------------------------------------------------------------------------------
 
-    def next_check(self) -> float | None:
-        """Returns the time at which check() must be called next; None while no operation is open."""
-        # The usual case, asked in every step of the engine thread.
-        if not self._pending and not any(self._held):
-            return None
+    def next_check(self) -> float:
+        """Returns the time at which check() must be called next; infinite while no operation is open."""
         times = [self._next_look(pending) for pending in self._pending.values()]
         # A held cycle whose hash other ranks never send must get into the table, where the reason is found.
-        return min(times + [cycles[0].since + CROSSED_S for cycles in self._held if cycles])
+        return min(times + [cycles[0].since + CROSSED_S for cycles in self._held if cycles], default=math.inf)
 
     def _next_look(self, pending: _Pending) -> float:
         warn_s, end_s = self._settings.stall_warning_s, self._settings.stall_shutdown_s
         if not pending.was_compared:
-            return pending.changed + CROSSED_S
+            return pending.since + CROSSED_S
         if not warn_s:
-            return float("inf")
+            return math.inf
         # Each further interval warns again: whoever looks at the log late still finds it near the end.
         warning = pending.since + warn_s * (pending.num_warnings + 1)
         return min(warning, pending.since + end_s) if end_s >= warn_s else warning
@@ -272,7 +258,7 @@ class Coordinator:
         """Returns groups of operations of one name that block each other: they differ in kind or in process set."""
         by_name: dict[str, list[Key]] = {}
         for key, pending in self._pending.items():
-            pending.was_compared |= now - pending.changed >= CROSSED_S
+            pending.was_compared |= now - pending.since >= CROSSED_S
             if pending.was_compared:
                 by_name.setdefault(key[2], []).append(key)
         return [keys for keys in by_name.values() if len(keys) > 1 and self._is_crossed(keys)]
@@ -295,7 +281,7 @@ class Coordinator:
         sides = []
         for key in keys:
             where = f" on process set {key[0]} {list(self._members(key[0]))}" if in_sets else ""
-            sides.append(f"{rank_name(min(self._pending[key].requests), self._hosts)} did an {key[1]}{where}")
+            sides.append(f"{rank_name(min(self._pending[key].requests), self._hosts)} called {key[1]}{where}")
         what = "operations" if len({key[1] for key in keys}) > 1 else "process sets"
         return f"Mismatched {what} for the name {keys[0][2]!r}: {', but '.join(sides)}."
 
@@ -321,42 +307,32 @@ class Coordinator:
 # ---- fusion: small allreduces that are ready together and are reduced alike run as one ----
 
 
-def fuse(ready: Sequence[Request | Response], settings: Settings) -> list[Response]:
-    """Joins allreduces with equal labels into one response each, up to the fusion threshold, in the order of their firsts.
-
-    ready: responses, or the request of an allreduce about which all ranks agree.
-    """
+def fuse(ready: Sequence[Response], settings: Settings) -> list[Response]:
+    """Joins allreduces with equal labels into one response each, up to the fusion threshold, in the order of their firsts."""
     parts: list[list[Request] | Response] = []
     # Parts of different labels are open at the same time, so alternating dtypes still fuse.
     open_parts: dict[tuple[object, ...], tuple[int, list[Request]]] = {}
-    # A thousand operations in a row mostly share their terms, and thus the label.
-    latest: Terms | None = None
-    label: tuple[object, ...] | None = None
-    for each in ready:
-        if isinstance(each, Response):
-            request = each.requests[0] if each.requests and not each.error else None
-        else:
-            request = each
-        terms = request.terms if request is not None else None
-        if terms is None or terms is not latest:
-            label, latest = _fusion_label(terms, settings), terms
-        if request is None or terms is None or label is None:
-            parts.append(each if isinstance(each, Response) else [each])
+    for response in ready:
+        label = _fusion_label(response, settings)
+        if label is None:
+            parts.append(response)
             continue
+        request = response.requests[0]
         used, part = open_parts.get(label, (settings.fusion_threshold, []))
-        if not part or used + terms.num_bytes > settings.fusion_threshold:
+        if not part or used + request.terms.num_bytes > settings.fusion_threshold:
             used, part = 0, []
             parts.append(part)
         part.append(request)
-        open_parts[label] = (used + terms.num_bytes, part)
+        open_parts[label] = (used + request.terms.num_bytes, part)
     return [part if isinstance(part, Response) else Response(tuple(part)) for part in parts]
 
 
-def _fusion_label(terms: Terms | None, settings: Settings) -> tuple[object, ...] | None:
+def _fusion_label(response: Response, settings: Settings) -> tuple[object, ...] | None:
     """Returns a label; operations with equal labels may be fused. None: this one is not fused."""
-    if terms is None or terms.kind != "allreduce" or not settings.fusion_threshold:
+    if response.error or not response.requests or not settings.fusion_threshold:
         return None
-    if terms.op == Adasum or len(set(terms.dtypes)) != 1:
+    terms = response.requests[0].terms
+    if terms.kind != "allreduce" or terms.op == Adasum or len(set(terms.dtypes)) != 1:
         return None
     if terms.is_grouped and not settings.fuse_groups:
         return None

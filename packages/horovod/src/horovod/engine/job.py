@@ -12,6 +12,7 @@ from horovod.engine.controller import Controller
 from horovod.engine.operation import Operation
 from horovod.engine.rendezvous import Meeting
 from horovod.engine.timeline import Timeline
+from megaclass_launch.rank_status import own_status, wait_for_ranks
 from megaclass_launch.rendezvous.connection_watch import ConnectionWatch, OwnConnections
 
 # Only the type: the transport is built on the engine, not the other way round.
@@ -49,30 +50,32 @@ class Job:
         """The ranks of every process set."""
         return self.sets.ranks
 
-    def members(self, process_set: int | None) -> tuple[int, ...]:
-        """Returns the ranks of a process set; none if the set is not initialized."""
-        return self.sets.ranks.get(process_set, ()) if process_set is not None else ()
+    def next_name(self, what: str, process_set: int | None) -> str:
+        """Returns `what` with a running number, as a name for an operation that the caller has given none.
 
-    def next_name(self, process_set: int | None) -> str:
-        """Returns the next automatic name.
-
-        Automatic names count the unnamed operations of one process set: its ranks must call them in the same order, whatever
-        they run in other sets.
+        The numbers count the operations of one process set: its ranks must call them in the same order, whatever they run in
+        other sets.
         """
-        number = self.count("unnamed", process_set)
-        return f"noname.{self._num_joins}.{number}" if self._num_joins else f"noname.{number}"
+        counter = self._counts.get((what, process_set))
+        number = next(counter or self._counts.setdefault((what, process_set), itertools.count(1)))
+        return f"{what}.{self._num_joins}:{number}" if self._num_joins else f"{what}.{number}"
 
     def restart_names(self) -> None:
-        """Restarts automatic names after a join, before which ranks with more data have run more operations."""
+        """Restarts all numbers after a join, before which ranks with more data have run more operations."""
         self._num_joins += 1
-        for key in list(self._counts):
-            if key[0] == "unnamed":
-                self._counts.pop(key, None)
+        self._counts = {}
 
-    def count(self, what: str, process_set: int | None) -> int:
-        """Returns how often this process set has come to such a thing, this time included."""
-        counter = self._counts.get((what, process_set))
-        return next(counter or self._counts.setdefault((what, process_set), itertools.count(1)))
+    def wait(self, operation: Operation) -> None:
+        """Waits for the operation; with --hang-timeout the agent is told for what, and for how long it is worth waiting."""
+        limit_s, request = self.settings.hang_timeout_s, operation.request
+        status = own_status()
+        if limit_s:
+            status.progress(allowed_s=limit_s, phase="waiting", detail=f"{request.kind} of {request.name}")
+        try:
+            wait_for_ranks(lambda: self.controller.wait(operation))
+        finally:
+            if limit_s:
+                status.progress(allowed_s=0.0)
 
     def close(self) -> None:
         """Leaves the job: operations of other ranks that need this one fail there."""

@@ -1,7 +1,7 @@
 """The kinds of operations and the numbers of the reductions: what differs between operations, as a table. No torch.
 
-A new operation is a line in KINDS, its function in collectives/ (and in tensorflow/gathers.py), a method that runs it in
-transport/, and a line in the executor's table of those methods.
+A new operation is a line in KINDS, its function in collectives/operations.py (and in tensorflow/collectives.py), and a method
+of its name in transport/executor.py, which runs it.
 """
 
 from dataclasses import dataclass
@@ -26,26 +26,24 @@ class Kind:
     """True if a rank that has joined may take part: it contributes zeros, which means something only in a sum."""
     needs_rows: bool = False
     """True if a tensor must have at least one dimension."""
+    keeps_shapes: bool = False
+    """True if the results have the shapes of the tensors, so there may be room for them before the negotiation."""
     shapes_must_match: bool = False
     """True if all members bring the same shape; otherwise they may differ in dimension 0."""
     is_arithmetic: bool = False
     """True if tensors are added up, so they cannot be bool."""
     sizes: str = ""
     """Sizes of all members that the response tells each of them: `rows` (of each tensor), `splits` or none."""
-    disagreement: str = ""
-    """Subject of the error if the `splits` of members differ; empty if each member has its own."""
-    is_collective: bool = True
-    """True if tensors are sent: the timeline then shows what carries them."""
 
 
 KINDS = {
-    "allreduce": Kind(may_join=True, shapes_must_match=True, is_arithmetic=True),
+    "allreduce": Kind(may_join=True, keeps_shapes=True, shapes_must_match=True, is_arithmetic=True),
     "allgather": Kind(needs_rows=True, sizes="rows"),
-    "broadcast": Kind(shapes_must_match=True),
+    "broadcast": Kind(keeps_shapes=True, shapes_must_match=True),
     "alltoall": Kind(needs_rows=True, sizes="splits"),
     "reducescatter": Kind(needs_rows=True, shapes_must_match=True, is_arithmetic=True),
-    "barrier": Kind(may_join=True, is_collective=False),
-    "add_process_set": Kind(may_join=True, disagreement="process sets", is_collective=False),
-    "remove_process_set": Kind(may_join=True, disagreement="process sets", is_collective=False),
+    "barrier": Kind(may_join=True),
+    "add_process_set": Kind(may_join=True),
+    "remove_process_set": Kind(may_join=True),
 }
 """By the name in a request."""

@@ -31,9 +31,8 @@ class Operation:
     error: str = ""
     """Why the operation failed; empty if it succeeded."""
     is_done: bool = False
-    # In quotes: threading.Lock is a function, not a class, before Python 3.13.
-    waiter: "threading.Lock | None" = None
-    """A lock that is held until the operation is done; created by the first thread that waits."""
+    waiter: threading.Event | None = None
+    """Set when the operation is done; created by the first thread that waits."""
     on_done: Callable[[], None] | None = None
     """Called once when the operation is done, by the engine thread: it must not wait."""
     ready: torch.cuda.Event | None = None

@@ -15,6 +15,7 @@ reason. Rank 0 is a client of itself, by calls instead of messages. Only its eng
 a lock.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,11 +23,13 @@ from typing import TYPE_CHECKING
 from horovod.common.settings import Settings
 from horovod.engine.control_connection import MessageKind
 from horovod.engine.coordinator import Answer, Coordinator, Cycle
-from horovod.engine.messages import Receiver, Request
+from horovod.engine.messages import Receiver
 from horovod.engine.timeline import Timeline
 
 if TYPE_CHECKING:
     from horovod.transport.executor import Executor
+
+_log = logging.getLogger("megaclass.horovod")
 
 
 class Rank0:
@@ -38,17 +41,15 @@ class Rank0:
         settings: Settings,
         process_sets: Mapping[int, tuple[int, ...]],
         sends: Mapping[int, Callable[..., None]],
-        own_requests: Callable[[bytes], Sequence[Request]],
         is_closed: Callable[[], bool],
         timeline: Timeline,
         runner: "Executor",
     ) -> None:
         """sends: sends a message to each rank; rank 0 itself comes last, because it runs operations in the call.
 
-        own_requests: returns the list that rank 0 has announced, by its hash. is_closed: whether rank 0 can run no operation.
+        is_closed: whether rank 0 can run no operation.
         """
         self._sends = sends
-        self._own_requests = own_requests
         self._is_closed = is_closed
         self._timeline = timeline
         self._runner = runner
@@ -64,9 +65,8 @@ class Rank0:
         match kind:
             case MessageKind.REQUESTS:
                 digest, packed = self._receivers[peer].read(content)
-                own = () if peer else self._own_requests(digest)
-                cycle = Cycle(digest, packed, time.monotonic(), payload, own)
-                # Once for a thousand requests, although rank_ready() also asks it.
+                cycle = Cycle(digest, packed, time.monotonic(), payload)
+                # The list is read only if a trace is written.
                 if self._timeline.is_active:
                     for request in cycle.requests():
                         self._timeline.rank_ready(request.full_name, request.kind, peer)
@@ -76,11 +76,17 @@ class Rank0:
             case MessageKind.DRAINED:
                 self._drain(peer)
 
-    def check(self, now: float) -> tuple[str, str]:
-        """Fails operations that can never be complete; returns a warning, and a reason to end the job; mostly empty."""
+    def check_if_due(self, now: float) -> None:
+        """Fails operations that can never be complete; warns of those that wait for long, or ends the job because of them."""
+        if now < self.next_check():
+            return
         answer, warning, reason = self._coordinator.check(now)
         self._answer(answer)
-        return warning, reason
+        if warning:
+            _log.warning(warning)
+        if reason and not self.reason:
+            _log.error(reason)
+            self.stop(reason)
 
     def _answer(self, answer: Answer | None) -> None:
         # Once rank 0 is closed it cannot take part, so the others must not start.

@@ -6,7 +6,7 @@ store of the default group. Each call of init() after a shutdown() has its own p
 waits for the others instead of reading their old entries.
 
 Nothing that comes from the store or from a connection is unpickled here. Entries of the store are JSON, signed with the job's
-secret (distributed/network/job_secret.py); connections are made by mutual proof of the secret (control_connection.py).
+secret (megaclass_launch/ranks/store.py); connections are made by mutual proof of the secret (control_connection.py).
 """
 
 import contextlib

@@ -10,17 +10,16 @@ from torch import Tensor
 from horovod.collectives.compression import wire_of
 from horovod.collectives.handles import ReductionOptions, enqueue, handle_average_backwards_compatibility
 from horovod.collectives.operations import (
-    _enqueue_allreduce,
-    _enqueue_broadcast,
-    _enqueue_reducescatter,
     alltoall_async,
+    broadcast_async,
+    start_allreduce,
+    start_reducescatter,
 )
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.kinds import Adasum, Average, Sum
 from horovod.tensorflow.bridge import Call, at_run_time, differentiable, not_rewritten, operation_name, run, split
 from horovod.tensorflow.compression import Compression
-from horovod.transport.arithmetic import empty_result
 
 __all__ = [
     "allgather",
@@ -45,7 +44,7 @@ _NO_SPARSE_ADASUM = (
 
 def reduce_units(
     units: Sequence[Sequence[Any]],
-    names_of: Callable[[Sequence[Sequence[Any]]], list[str | None]],
+    names: Sequence[str | None],
     compression: Any,
     options: ReductionOptions,
     *,
@@ -53,27 +52,27 @@ def reduce_units(
 ) -> list[Any]:
     """Combines units of tensors as one node of a graph; returns the results of all units in a row. Differentiable.
 
-    A unit is reduced under one name, which `names_of` makes of the tensors that are sent.
+    names: one per unit.
     """
     counts = [len(unit) for unit in units]
     tensors = [tf.convert_to_tensor(tensor) for unit in units for tensor in unit]
-    wires = {wire_of(compression, tensor.dtype, options.op) for tensor in tensors}
-    # Tensors of different dtypes may need different wire formats; compress() is then called for each of them instead.
-    wire = wires.pop() if len(wires) == 1 else ""
+    wire = wire_of(compression, tensors, options.op)
     pairs = [(tensor, None) if wire else compression.compress(tensor) for tensor in tensors]
 
     def forward(*packed: Any) -> list[Any]:
-        parts = split(packed, counts)
-        calls = [
-            _allreduce_call(part, name, options._replace(wire=wire), is_grouped)
-            for part, name in zip(parts, names_of(parts), strict=True)
-        ]
-        return run(calls)
+        return run(
+            [
+                _allreduce_call(part, name, options._replace(wire=wire), is_grouped)
+                for part, name in zip(split(packed, counts), names, strict=True)
+            ]
+        )
 
     def backward(_: list[Any], gradients: list[Any]) -> list[Any]:
+        parts = split(gradients, counts)
         # Under other names: the forward operations of these names may be in flight again.
+        automatic = [operation_name("allreduce", None, part) for part in parts]
         same = (compression if wire else Compression.none, options._replace(keeps_error=False))
-        return reduce_units(split(gradients, counts), _automatic_names, *same, is_grouped=is_grouped)
+        return reduce_units(parts, automatic, *same, is_grouped=is_grouped)
 
     reduced = differentiable(forward, backward, [packed for packed, _ in pairs])
     if wire:
@@ -81,16 +80,8 @@ def reduce_units(
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
-def _automatic_names(units: Sequence[Sequence[Any]]) -> list[str | None]:
-    return [operation_name("allreduce", None, unit) for unit in units]
-
-
 def _allreduce_call(tensors: Sequence[Any], name: str | None, options: ReductionOptions, is_grouped: bool) -> Call:
-    def submit(given: list[Tensor]) -> int:
-        outputs = [empty_result(tensor) for tensor in given]
-        return _enqueue_allreduce(given, outputs, name, options, is_grouped=is_grouped)
-
-    return Call("allreduce", tensors, submit)
+    return Call("allreduce", tensors, lambda given: start_allreduce(given, name, options, is_grouped=is_grouped))
 
 
 @not_rewritten
@@ -156,13 +147,10 @@ def _allreduced(
 ) -> list[Any]:
     if isinstance(tensors[0], tf.IndexedSlices):
         return [sparse_allreduce(tensors[0], options, name)]
-    return reduce_units(
-        [tensors],
-        lambda units: [operation_name("allreduce", name, unit, ignore_name_scope) for unit in units],
-        compression,
-        options._replace(keeps_error=name is not None),
-        is_grouped=is_grouped,
-    )
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    full_name = operation_name("allreduce", name, tensors, ignore_name_scope)
+    options = options._replace(keeps_error=name is not None)
+    return reduce_units([tensors], [full_name], compression, options, is_grouped=is_grouped)
 
 
 @not_rewritten
@@ -239,7 +227,7 @@ def _reducescattered(
         shapes = [_with_any_rows(tensor, "reducescatter") for tensor in packed]
 
         def submit(given: list[Tensor]) -> int:
-            return _enqueue_reducescatter(given, full_name, options, is_grouped=is_grouped)
+            return start_reducescatter(given, full_name, options, is_grouped=is_grouped)
 
         return run([Call("reducescatter", packed, submit, shapes=shapes)])
 
@@ -296,7 +284,7 @@ def _allgathered(
         call = Call(
             "allgather",
             given,
-            lambda ours: enqueue("allgather", ours, None, full_name, process_set, is_grouped=is_grouped),
+            lambda ours: enqueue("allgather", ours, full_name, process_set, is_grouped=is_grouped),
             # The last result is the number of rows of each rank, per tensor.
             lambda operation: [*operation.outputs, torch.tensor(operation.sizes, dtype=torch.int64)],
             [*[tensor.dtype for tensor in given], tf.int64],
@@ -320,10 +308,7 @@ def _allgathered(
 
 
 def _broadcast_call(tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Call:
-    def submit(given: list[Tensor]) -> int:
-        return _enqueue_broadcast(given[0], empty_result(given[0]), root_rank, name, process_set)
-
-    return Call("broadcast", [tensor], submit)
+    return Call("broadcast", [tensor], lambda given: broadcast_async(given[0], root_rank, name, process_set))
 
 
 @not_rewritten

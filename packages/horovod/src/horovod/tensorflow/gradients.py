@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from horovod.collectives.handles import ReductionOptions, groups_of_options
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
 from horovod.engine.kinds import Adasum, Average
 from horovod.tensorflow.bridge import at_run_time, not_rewritten
 from horovod.tensorflow.collectives import reduce_units, sparse_allreduce
 from horovod.tensorflow.compression import Compression
-from megaclass_launch.even_parts import even_part
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape"]
 
@@ -117,7 +117,7 @@ class GradientReducer:
             # All of a step as one node of the graph: nodes that run Python cost more than what several batches could hide.
             reduced = reduce_units(
                 [[results[i] for i in unit] for unit in units],
-                lambda _: [f"{name}.{unit[0]}" for unit in units],
+                [f"{name}.{unit[0]}" for unit in units],
                 self.compression,
                 self._options,
                 is_grouped=self.groups is not None,
@@ -142,8 +142,7 @@ class GradientReducer:
         if self.groups is None:
             return [[place] for place in places]
         if not isinstance(self.groups, list):
-            parts = [even_part(len(places), part, self.groups) for part in range(self.groups)]
-            return [places[part.start : part.stop] for part in parts if part.start < part.stop]
+            return [list(part) for part in split_list(places, self.groups) if part]
         place_of = {variable_key(variables[place]): place for place in places}
         units = []
         for group in self.groups:
@@ -178,15 +177,11 @@ class _DistributedTape:
         `use_generic_names` is accepted for compatibility: gradients are always matched by their place in `sources`.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
-        reduced = self._reducer(_flat(gradients), _flat(sources))
+        # None and tf.IndexedSlices are leaves.
+        reduced = self._reducer(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         if isinstance(sources, (list, tuple)) and not any(isinstance(s, (list, tuple, dict)) for s in sources):
             return reduced if isinstance(gradients, list) else type(gradients)(reduced)
         return tf.nest.pack_sequence_as(sources, reduced)
-
-
-def _flat(structure: Any) -> list[Any]:
-    # None and tf.IndexedSlices are leaves.
-    return list(tf.nest.flatten(structure))
 
 
 _OPTIONS = (

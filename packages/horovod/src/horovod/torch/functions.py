@@ -14,7 +14,7 @@ from horovod.collectives.handles import synchronize
 from horovod.collectives.operations import allgather, broadcast_, broadcast_async_
 from horovod.common.basics import _basics, rank
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.process_sets import ProcessSet, global_process_set, members_of
 from horovod.engine.job import current
 from megaclass_launch.errors import LaunchError
 from megaclass_launch.rendezvous.job_secret import JOB_SECRET
@@ -127,14 +127,13 @@ def broadcast_object(
 ) -> Any:
     """Returns the root's object on every rank; it is pickled. `root_rank` is the global rank."""
     is_root = rank() == root_rank
-    name = name if name is not None else _object_name(process_set)
     envelope = _Envelope(name, process_set)
     # The length is broadcast first: the other ranks need it to receive the object.
     data = envelope.sealed(obj, root_rank) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{envelope.name}.sz", process_set)
     if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.t", process_set)
+    broadcast_(data, root_rank, f"{envelope.name}.t", process_set)
     return obj if is_root else envelope.opened(data, root_rank)
 
 
@@ -145,12 +144,11 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
     """Returns the objects of the ranks of a process set, ordered by rank."""
-    name = name if name is not None else _object_name(process_set)
     envelope = _Envelope(name, process_set)
     data = envelope.sealed(obj, rank())
-    lengths = allgather(torch.tensor([data.numel()]), name=f"{name}.sz", process_set=process_set).tolist()
-    gathered = allgather(data, name=f"{name}.t", process_set=process_set)
-    senders = current.running().members(process_set.process_set_id)
+    lengths = allgather(torch.tensor([data.numel()]), name=f"{envelope.name}.sz", process_set=process_set).tolist()
+    gathered = allgather(data, name=f"{envelope.name}.t", process_set=process_set)
+    senders = members_of(process_set, current.running()) or ()
     return [envelope.opened(part, sender) for sender, part in zip(senders, gathered.split(lengths), strict=True)]
 
 
@@ -162,13 +160,14 @@ class _Envelope:
     unpickled, as by torch.load(weights_only=True).
     """
 
-    def __init__(self, name: str, process_set: ProcessSet) -> None:
-        job = current.running()
+    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
+        job, number = current.running(), process_set.process_set_id
+        # Not the object's type, as in Horovod, which hangs if the types of the ranks' objects differ.
+        self.name = job.next_name("object", number) if name is None else name
         self._secret = job.meeting.secret
         self._is_trusted = bool(self._secret) or job.meeting.size == 1
         # Counted on every rank alike: ranks exchange the objects of one name in the same order.
-        number = job.count(f"object {name}", process_set.process_set_id)
-        self._identity = f"{process_set.process_set_id} {number} {name}"
+        self._identity = f"{number} {job.next_name(f'object {self.name}', number)}"
 
     def sealed(self, obj: Any, sender: int) -> Tensor:
         content = cloudpickle.dumps(obj) if self._is_trusted else _plain_dumps(obj)
@@ -186,11 +185,6 @@ class _Envelope:
 
     def _mac(self, content: bytes, sender: int) -> bytes:
         return hmac.digest(self._secret, f"{sender} {self._identity}\0".encode() + content, "sha256")
-
-
-def _object_name(process_set: ProcessSet) -> str:
-    """Returns a name with a running number. Horovod uses the object's type, and hangs if it differs between ranks."""
-    return f"object.{current.running().count('object ', process_set.process_set_id)}"
 
 
 def _plain_dumps(obj: Any) -> bytes:

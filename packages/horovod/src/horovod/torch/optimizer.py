@@ -4,7 +4,7 @@ The wrapped optimizer keeps its class name, state and hooks. Both share their pa
 created for either. How a gradient gets through a step:
 
     backward computes it -> hook: _gradient_is_ready() -> after backward_passes_per_step passes: _submit()
-    -> alone (first step), in a batch, or when its group is complete -> _reduce(): a handle
+    -> alone (first step), in a batch, or when its group is complete -> _reduce(): a Reduction
     step() or synchronize(): submits parameters that have none yet -> waits for all handles -> _store() writes the results
 
 _DistributedAdasumOptimizer lets every rank make its step first, and combines the changes of the weights.
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from horovod.collectives.compression import Compression, wire_of
 from horovod.collectives.handles import ReductionOptions, group_of, groups_of_options, synchronize
-from horovod.collectives.operations import _enqueue_allreduce, allreduce_async_, sparse_allreduce_async
+from horovod.collectives.operations import allreduce_async_, sparse_allreduce_async, start_allreduce
 from horovod.common.basics import _basics
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import split_list
 from horovod.engine.job import current
 from horovod.engine.kinds import Adasum, Average, Sum
 from horovod.torch.functions import broadcast_object
 from horovod.torch.gradient_batches import GradientBatches
-from megaclass_launch.even_parts import even_part
 
 __all__ = ["DistributedOptimizer"]
 
@@ -43,10 +43,11 @@ _ZERO_GRAD_TOO_EARLY = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reduction:
     """The allreduce of a gradient or of a group of them."""
 
+    parameters: Sequence[Tensor] = ()
     handle: Any = None
     """For synchronize(), or the function that sparse_allreduce_async() returned; None while it is not submitted yet."""
     contexts: Sequence[Any] | None = None
@@ -57,9 +58,9 @@ class _DistributedOptimizer:
     """Combines gradients, mixed into a subclass of the wrapped optimizer's class.
 
     State per parameter: `_parameter_names` holds the name of its allreduce, `_allreduce_delay` the number of backward
-    passes until that is submitted, `_hooks` its hook. `_handles` maps parameters, and groups of them as tuples, to open
-    reductions; scripts clear it. `_requires_update` holds the parameters that step() reduces even without a gradient;
-    scripts empty it. Hooks run in backward's threads, one per device, all else in the user's thread.
+    passes until that is submitted, `_hooks` its hook, `_handles` the open reduction of its gradient; scripts clear it.
+    `_requires_update` holds the parameters that step() reduces even without a gradient; scripts empty it. Hooks run in
+    backward's threads, one per device, all else in the user's thread.
     """
 
     param_groups: list[dict[str, Any]]
@@ -80,7 +81,7 @@ class _DistributedOptimizer:
         self._parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in names}
         self.backward_passes_per_step = backward_passes_per_step
         self._allreduce_delay = dict.fromkeys(self._parameter_names, backward_passes_per_step)
-        self._handles: dict[Any, Reduction] = {}
+        self._handles: dict[Tensor, Reduction] = {}
         self._hooks: dict[Tensor, Any] = {}
         self._requires_update: set[Tensor] = set()
         self._synchronized = False
@@ -125,13 +126,10 @@ class _DistributedOptimizer:
         return hook
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
-        group = tuple(self._batches.batch_of(parameter)) if self._groups is not None else ()
-        reduction = self._handles.get(parameter) or self._handles.get(group)
         # Its gradient is being reduced in place: adding to it now would corrupt the result.
-        if reduction is not None and reduction.handle is not None and self._allreduce_delay[parameter] <= 0:
+        if self._allreduce_delay[parameter] <= 0:
             raise AssertionError(_TOO_MANY_PASSES)
         assert parameter.grad is not None and not parameter.grad.requires_grad
-        assert self._allreduce_delay[parameter] > 0, _TOO_MANY_PASSES
         self._allreduce_delay[parameter] -= 1
         if self._allreduce_delay[parameter] == 0:
             self._submit(parameter)
@@ -162,8 +160,7 @@ class _DistributedOptimizer:
             formed += [(parameter,) for parameter in parameters if id(parameter) not in grouped]
         else:
             assert self._groups is not None
-            parts = [even_part(len(parameters), part, self._groups) for part in range(self._groups)]
-            formed = [tuple(parameters[part.start : part.stop]) for part in parts]
+            formed = [tuple(part) for part in split_list(parameters, self._groups)]
         self._batches.fix([group for group in formed if group])
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -179,25 +176,29 @@ class _DistributedOptimizer:
         is_planned = parameter in self._batches
         # Empty until the batch or the group is complete.
         ready = self._batches.arrive(parameter)
-        if self._groups is not None and ready:
-            # One entry for the group replaces those that only counted its members.
-            for member in ready:
-                self._handles.pop(member, None)
-            self._handles[tuple(ready)] = self._reduce(ready, is_grouped=True)
-        elif is_planned:
+        if is_planned or self._groups is not None:
             self._submit_together(ready)
-        elif self._groups is None:
+        else:
             # In the first step the order is unknown; the controller waits a cycle for further gradients to fuse.
-            self._handles[parameter] = self._reduce([parameter])
+            self._reduce(ready)
 
     def _submit_together(self, parameters: Sequence[Tensor]) -> None:
-        if parameters:
-            with current.running().controller.together():
-                for parameter in parameters:
-                    self._handles[parameter] = self._reduce([parameter])
+        """Submits the gradients of these parameters, and those of the groups that they belong to."""
+        if not parameters:
+            return
+        is_grouped = self._groups is not None
+        with current.running().controller.together():
+            for parameter in parameters:
+                reduction = self._handles.get(parameter)
+                # The first one of a group submits the whole group.
+                if reduction is None or reduction.handle is None:
+                    unit = self._batches.batch_of(parameter) if is_grouped else [parameter]
+                    self._reduce(unit, is_grouped=is_grouped)
 
-    def _reduce(self, parameters: Sequence[Tensor], *, is_grouped: bool = False) -> Reduction:
+    def _reduce(self, parameters: Sequence[Tensor], *, is_grouped: bool = False) -> None:
         """Submits the gradients of these parameters under the name of the first one."""
+        reduction = Reduction(parameters)
+        self._handles.update(dict.fromkeys(parameters, reduction))
         name = self._parameter_names[parameters[0]]
         gradients = []
         for parameter in parameters:
@@ -207,24 +208,21 @@ class _DistributedOptimizer:
             gradient = parameter.grad
             if gradient.is_sparse and not is_grouped:
                 if not self.sparse_as_dense:
-                    return Reduction(sparse_allreduce_async(gradient, name, self.op, self.process_set))
+                    reduction.handle = sparse_allreduce_async(gradient, name, self.op, self.process_set)
+                    return
                 gradient = gradient.to_dense()
             gradients.append(gradient.contiguous())
         # As in Horovod, f divides before and multiplies after the sum; Average itself divides by the number of ranks.
         before, after = 1.0, 1.0
         if self.op == Average and not is_grouped:
             before, after = 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor
-        # An operation has one wire format; if the gradients differ in it, compress() is called for each of them instead.
-        wires = {wire_of(self._compression, gradient.dtype, self.op) for gradient in gradients}
-        wire = wires.pop() if len(wires) == 1 else ""
-        contexts: list[Any] | None = None
+        wire = wire_of(self._compression, gradients, self.op)
         if not wire:
             pairs = [self._compression.compress(gradient) for gradient in gradients]
-            gradients, contexts = [packed for packed, _ in pairs], [context for _, context in pairs]
-        # One list for both: enqueue() recognises an operation in place by it.
-        tensors = group_of(gradients)
+            gradients, reduction.contexts = [packed for packed, _ in pairs], [context for _, context in pairs]
         options = ReductionOptions(self.op, before, after, self.process_set, wire)
-        return Reduction(_enqueue_allreduce(tensors, tensors, name, options, is_grouped=is_grouped), contexts)
+        tensors = group_of(gradients)
+        reduction.handle = start_allreduce(tensors, name, options, in_place=True, is_grouped=is_grouped)
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Call it before clipping, with skip_synchronize() around step()."""
@@ -234,17 +232,14 @@ class _DistributedOptimizer:
         if self._is_reducing:
             self._register_hooks()
         self._submit_missing()
-        for key, reduction in self._handles.items():
-            if callable(reduction.handle):
-                self._store(key, reduction.handle())
-                continue
-            parameters = key if isinstance(key, tuple) else (key,)
-            outputs = synchronize(reduction.handle)
-            outputs = outputs if isinstance(key, tuple) else (outputs,)
+        # Parameters of a group have one reduction.
+        for reduction in dict.fromkeys(self._handles.values()):
+            outputs = reduction.handle() if callable(reduction.handle) else synchronize(reduction.handle)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if reduction.contexts is not None:
                 pairs = zip(outputs, reduction.contexts, strict=True)
                 outputs = [self._compression.decompress(output, context) for output, context in pairs]
-            for parameter, output in zip(parameters, outputs, strict=True):
+            for parameter, output in zip(reduction.parameters, outputs, strict=True):
                 self._store(parameter, output)
         self._handles.clear()
         self._batches.end_step()
@@ -252,12 +247,9 @@ class _DistributedOptimizer:
 
     def _submit_missing(self) -> None:
         """Submits parameters without a gradient, and those whose further backward passes did not come."""
-        sent: set[Tensor] = set()
-        counted: set[Tensor] = set()
-        for key, reduction in self._handles.items():
-            (counted if reduction.handle is None else sent).update(key if isinstance(key, tuple) else (key,))
+        sent = {parameter for parameter, reduction in self._handles.items() if reduction.handle is not None}
         # Scripts empty _requires_update to leave out parameters without a gradient; the others are still reduced.
-        wanted = (self._requires_update | counted) - sent
+        wanted = self._requires_update.union(self._handles) - sent
         # In the order of param_groups, so all ranks submit them in the same order.
         missing = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
         self._submit_together(missing)
@@ -361,20 +353,13 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
         loss = closure() if closure is not None else None
         self._register_hooks()
         wanted = self._requires_update | set(self._handles)
-        groups = [group["params"] for group in self.param_groups]
-        # All other parameters are hidden from the wrapped optimizer for the duration of this step.
-        for group in self.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
         # In the order of param_groups, so all ranks submit them in the same order.
-        starts = {parameter: parameter.detach().clone() for group in self.param_groups for parameter in group["params"]}
+        trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter in wanted]
+        starts = {parameter: parameter.detach().clone() for parameter in trained}
         for parameter in starts:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        try:
-            self.step_without_reduction()
-        finally:
-            for group, parameters in zip(self.param_groups, groups, strict=True):
-                group["params"] = parameters
+        self.step_without_reduction()
         pending = []
         with torch.no_grad():
             for parameter, start in starts.items():
@@ -444,7 +429,6 @@ def DistributedOptimizer(
 
 
 # Names that Horovod's own module has as well.
-from horovod.common.util import split_list
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import (
     Sum,

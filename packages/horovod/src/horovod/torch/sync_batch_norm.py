@@ -1,4 +1,4 @@
-"""SyncBatchNorm by Horovod's name and arguments; the arithmetic is that of distributed/sync_batch_norm.py."""
+"""SyncBatchNorm by Horovod's name and arguments; the arithmetic is that of megaclass_launch/ranks/sync_batch_norm.py."""
 
 from torch import Tensor
 

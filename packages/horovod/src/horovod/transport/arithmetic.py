@@ -70,9 +70,6 @@ release_memory = _memory.release
 
 def empty_result(like: Tensor) -> Tensor:
     """Returns a tensor as torch.empty_like does, without a gradient and contiguous."""
-    if like.layout is not torch.strided:
-        # A sparse tensor, which enqueue() refuses with what to do instead.
-        return like
     num_bytes = like.numel() * like.element_size()
     if num_bytes < _LARGE_BYTES or num_bytes > _KEPT_BYTES // 2 or like.device.type != "cpu":
         return torch.empty_like(like, requires_grad=False, memory_format=torch.contiguous_format)
@@ -85,9 +82,10 @@ def empty_result(like: Tensor) -> Tensor:
 def small_payload(operations: list[Operation], num_ranks: int) -> bytes:
     """Returns the tensors of a cycle that is one plain allreduce of a few kilobytes; else nothing."""
     first = operations[0].request
-    if first.kind != "allreduce" or first.process_set or first.wire or first.op == Adasum or first.device != "cpu":
+    is_plain = first.kind == "allreduce" and not first.process_set and not first.wire and first.op != Adasum
+    if num_ranks == 1 or not is_plain or first.device != "cpu":
         return b""
-    if sum([operation.request.terms.num_bytes for operation in operations]) > _SMALL_BYTES // max(1, num_ranks - 1):
+    if sum([operation.request.terms.num_bytes for operation in operations]) > _SMALL_BYTES // (num_ranks - 1):
         return b""
     # All operations must be combined and scaled in the same way, and all tensors have one dtype. Requests of one shape share
     # their terms, so the comparison is rarely needed.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from horovod.engine.kinds import KINDS, Adasum, Average, Max, Min, Product, Sum
+from horovod.engine.kinds import Adasum, Average, Max, Min, Product, Sum
 from horovod.engine.messages import Request, Response
 from horovod.engine.operation import Operation
 from horovod.engine.timeline import Timeline
@@ -37,6 +37,7 @@ _OPS = {
 class Executor:
     """Runs operations for the controller. An operation is None if this rank has joined and contributes zeros."""
 
+    small_payload = staticmethod(arithmetic.small_payload)
     add_payloads = staticmethod(arithmetic.add_payloads)
     deliver_payload = staticmethod(arithmetic.deliver_payload)
 
@@ -51,17 +52,13 @@ class Executor:
         # The GPU of the latest operation.
         self._gpu: torch.device | None = None
 
-    def small_payload(self, operations: list[Operation]) -> bytes:
-        """Returns the tensors of a cycle if they are small enough to travel with the announcement, else nothing."""
-        return arithmetic.small_payload(operations, len(self._sets.ranks[0]))
-
     def perform(self, response: Response, operations: list[Operation | None]) -> None:
         """Runs an agreed operation."""
         first = response.requests[0]
-        kind = KINDS[first.kind]
         run = partial(getattr(self, first.kind), response, operations)
-        # An allreduce shows its transport itself: copies into and out of the fusion buffer come before and after it.
-        shown = [first.full_name] if kind.is_collective and first.kind != "allreduce" else []
+        # If there are tensors, the trace shows what carries them. An allreduce shows it itself: copies into and out of the
+        # fusion buffer come before and after it.
+        shown = [first.full_name] if first.shapes and first.kind != "allreduce" else []
         with self._timeline.phase(shown, f"{self._sets.transport(first)}_{first.kind.upper()}"):
             if first.device == "cpu":
                 run()

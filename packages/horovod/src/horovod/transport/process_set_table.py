@@ -22,7 +22,6 @@ from megaclass_launch.ranks.process_group import abort_nccl
 class SetConnections:
     """The connections of one process set."""
 
-    ranks: tuple[int, ...]
     gpu: dist.ProcessGroup | None
     """NCCL's group, where every rank has a GPU of its own."""
     make_cpu: Callable[[], dist.ProcessGroup]
@@ -94,7 +93,7 @@ class ProcessSetTable:
         if connections.scripts is None:
             backend = "nccl" if meeting.uses_nccl else "gloo"
             name = f"set {number} of the script"
-            connections.scripts = new_group(meeting, name, connections.ranks, self._settings, backend=backend)
+            connections.scripts = new_group(meeting, name, self.ranks[number], self._settings, backend=backend)
         return connections.scripts
 
     def change(self, request: Request) -> int:
@@ -105,7 +104,7 @@ class ProcessSetTable:
 
     def members(self, request: Request) -> tuple[int, ...]:
         """Returns the ranks that take part, in the order of their places in the group."""
-        return self.connections[request.process_set].ranks
+        return self.ranks[request.process_set]
 
     def place(self, request: Request) -> int:
         """Returns the place of this rank among them."""
@@ -164,7 +163,7 @@ class ProcessSetTable:
         name = f"set {number}"
         # All members come here at the same place in the order of operations, which makes these collective constructions safe.
         gpu = new_group(meeting, name, ranks, settings, backend="nccl") if meeting.uses_nccl else None
-        connections = SetConnections(ranks, gpu, functools.partial(new_group, meeting, name, ranks, settings))
+        connections = SetConnections(gpu, functools.partial(new_group, meeting, name, ranks, settings))
         # In an elastic job all sockets of a generation must exist when init() returns: OwnConnections ends those it has noted.
         if gpu is None or is_elastic():
             _ = connections.cpu

@@ -64,10 +64,7 @@ GPUS = {
 def gpu_named(name: str | None) -> Gpu:
     """Returns the GPU of this name or part of a name; None: that of this machine if it is in the table, or else an H200."""
     if name is None:
-        if not torch.cuda.is_available():
-            return GPUS["h200"]
-        here = torch.cuda.get_device_properties(0)
-        return known_gpu(here.name, here.total_memory) or GPUS["h200"]
+        return _gpu_here() or GPUS["h200"]
     asked = name.lower().replace(" ", "")
     found = [asked] if asked in GPUS else [known for known in GPUS if asked and asked in known]
     if not found:
@@ -77,12 +74,18 @@ def gpu_named(name: str | None) -> Gpu:
     return GPUS[found[0]]
 
 
-def known_gpu(name: str, memory: object) -> Gpu | None:
-    """Returns the GPU of the table that CUDA calls so, by its memory in bytes if there are several; None if there is none."""
-    words = name.lower().replace("geforce rtx ", "rtx").replace("-", " ").split()
+def _gpu_here() -> Gpu | None:
+    """Returns the GPU of the table that is most like that of this machine, with the memory of this one; None if none is.
+
+    Laptops, and slices of a GPU, have less memory than the card of that name.
+    """
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_properties(0)
+    words = here.name.lower().replace("geforce rtx ", "rtx").replace("-", " ").split()
     alike = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
-    size = memory if isinstance(memory, int) else 0
-    return min(alike, key=lambda gpu: abs(gpu.memory - size)) if alike else None
+    nearest = min(alike, key=lambda gpu: abs(gpu.memory - here.total_memory), default=None)
+    return nearest and replace(nearest, memory=here.total_memory)
 
 
 _DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}

@@ -1,46 +1,10 @@
-"""Bytes per rank, part by part, the peak of a step, and what the loader keeps in host memory."""
+"""Bytes per rank on its GPU, part by part, at the peak of a step."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from megaclass.capacity.job import HeadCosts, PlannedJob, head_costs
-from megaclass.data.loader import batches_of_threads
-from megaclass.data.loading.choose import automatic_processes
-from megaclass.data.loading.pool import num_slots
-
-
-@dataclass(frozen=True)
-class LoaderPlan:
-    """Processes, or threads, that read and decode the images of one rank."""
-
-    num_processes: int
-    """0: threads of the rank itself."""
-    num_threads: int
-    """Decoding threads: one per process, or those of the rank."""
-    num_batches: int
-    """Decoded batches in host memory; 0 once the images are on the GPU."""
-    host_bytes: int
-
-
-def plan_loader(job: PlannedJob) -> LoaderPlan:
-    """Follows data.workers, data.threads and data.on_gpu; `auto` chooses by the CPU cores of this machine."""
-    settings = job.config.data
-    height, width = job.image_size
-    batch_bytes = job.max_batch * height * width * 3
-    if settings.workers == "auto":
-        num_processes = automatic_processes(min(job.num_ranks, job.ranks_per_host))
-    else:
-        num_processes = settings.workers
-    num_threads = num_processes or settings.threads
-    if settings.on_gpu:
-        num_batches = 0
-    elif num_processes:
-        num_batches = num_slots(batch_bytes)
-    else:
-        num_batches = batches_of_threads(num_threads)
-    return LoaderPlan(num_processes, num_threads, num_batches, num_batches * batch_bytes)
-
 
 LIBRARIES = 100 << 20
 """Workspaces of cuBLAS and the scratch memory of the fused batch norm, in torch's count."""
@@ -58,8 +22,6 @@ class Memory:
     parts: dict[str, int]
     """By name, in the order of the stacked bar; their sum is the peak."""
     peak_moment: str
-    host_loader: int
-    """Bytes of decoded batches in host memory."""
 
     @property
     def peak(self) -> int:
@@ -91,11 +53,7 @@ def plan_memory(job: PlannedJob) -> Memory:
     }
     moments = _moments(job, head)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    return Memory(
-        {name: size for name, size in (lasting | moments[moment]).items() if size},
-        moment,
-        host_loader=plan_loader(job).host_bytes,
-    )
+    return Memory({name: size for name, size in (lasting | moments[moment]).items() if size}, moment)
 
 
 def _moments(job: PlannedJob, head: HeadCosts) -> dict[str, dict[str, int]]:

@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megaclass.capacity.job import PlannedJob, head_costs
-from megaclass.capacity.memory import OUTSIDE_TORCH, USABLE, Memory, plan_loader, plan_memory
+from megaclass.capacity.memory import OUTSIDE_TORCH, USABLE, Memory, plan_memory
 from megaclass.capacity.speed import exchanges, step_time
+from megaclass.data.loading.choose import automatic_processes
 from megaclass.progress import duration_text, size_text
 from megaclass_launch.errors import UserError
 
@@ -25,7 +26,7 @@ def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str,
     """
     _check(job)
     config, gpu = job.config, job.gpu.memory
-    memory, loader, sent, seconds = plan_memory(job), plan_loader(job), exchanges(job), step_time(job)
+    memory, sent, seconds, num_processes = plan_memory(job), exchanges(job), step_time(job), _loader_processes(job)
     speed = config.train.global_batch / seconds.total
     return {
         "gpu": job.gpu.name,
@@ -41,9 +42,8 @@ def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str,
         "usable_bytes": round((gpu - OUTSIDE_TORCH) * USABLE),
         "bytes": memory.parts,
         "peak_moment": memory.peak_moment,
-        "host_loader_bytes": memory.host_loader,
-        "loader_processes_per_rank": loader.num_processes,
-        "reader_threads_per_rank": loader.num_threads,
+        "loader_processes_per_rank": num_processes,
+        "reader_threads_per_rank": num_processes or config.data.threads,
         "exchanges": [asdict(one) for one in sent],
         "step_s": {**asdict(seconds), "waiting": seconds.waiting, "total": seconds.total},
         "images_per_second": speed,
@@ -58,6 +58,12 @@ def make_plan(job: PlannedJob, *, decode_rate: float | None = None) -> dict[str,
         * job.num_ranks,
         "smallest_that_fit": smallest_that_fit(job),
     }
+
+
+def _loader_processes(job: PlannedJob) -> int:
+    """Returns the number of data.workers; `auto` chooses by the CPU cores of this machine."""
+    workers = job.config.data.workers
+    return automatic_processes(min(job.num_ranks, job.ranks_per_host)) if workers == "auto" else workers
 
 
 def _check(job: PlannedJob) -> None:
@@ -158,7 +164,6 @@ def plan_text(plan: Mapping[str, Any], job: PlannedJob) -> str:
     for name, size in plan["bytes"].items():
         lines.append(f"  {name:24}{size_text(size):>12}  {'#' * round(_BAR * size / peak)}")
     lines += [f"  {'in all':24}{size_text(peak):>12}  of {size_text(job.gpu.memory)}"]
-    lines += [f"  {'loader, host memory':24}{size_text(plan['host_loader_bytes']):>12}"]
     lines += ["", "A step on each rank"]
     for name, key in (
         ("backbone", "backbone"),

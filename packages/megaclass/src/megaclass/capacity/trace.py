@@ -68,8 +68,6 @@ class BackboneTrace:
     columns: NDArray[np.float64]
     """(2, 4, operations): of each of the two batches, what StepTrace has."""
     num_forward: int
-    flops_per_image: float
-    """Forward only, which is what is usually quoted."""
 
     def at(self, num_images: int) -> StepTrace:
         """Returns the step with this many images on a rank."""
@@ -91,7 +89,6 @@ def trace_backbone(build: Callable[[], nn.Module], image_size: tuple[int, int], 
         buffer_bytes = sum(buffer.nbytes for buffer in backbone.buffers())
     columns = np.array([operations for operations, _ in steps]).transpose(0, 2, 1)
     num_forward = steps[0][1]
-    forward = columns[:, 2, :num_forward].sum(axis=1)
     return BackboneTrace(
         num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in parameters),
@@ -99,7 +96,6 @@ def trace_backbone(build: Callable[[], nn.Module], image_size: tuple[int, int], 
         buffer_bytes=buffer_bytes,
         columns=columns,
         num_forward=num_forward,
-        flops_per_image=float(forward[1] - forward[0]) / (_BATCHES[1] - _BATCHES[0]),
     )
 
 

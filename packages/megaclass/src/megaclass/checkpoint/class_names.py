@@ -5,7 +5,7 @@
 
 import io
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,12 @@ class ClassList:
         if not self.text:
             return (b"%d" % number for number in range(self.num_classes))
         return (line.rstrip(b"\n") for line in io.BytesIO(self.text))
+
+    def names_of(self, numbers: Collection[int]) -> dict[int, str]:
+        """Returns the names of some classes as text."""
+        # One pass over the list: a hundred million names need not be in memory to show twenty.
+        listed = itertools.islice(enumerate(self.names()), max(numbers, default=-1) + 1)
+        return {number: name.decode(errors="replace") for number, name in listed if number in numbers}
 
 
 def class_list(path: str, source: ImageSource) -> ClassList:

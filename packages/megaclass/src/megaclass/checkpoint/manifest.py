@@ -54,6 +54,11 @@ class Manifest:
         """Returns a digest by which ranks compare the manifests that they read."""
         return _digest({"format": FORMAT, **asdict(self)})
 
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The run's settings by section. `read_manifest` has checked that they can be read."""
+        return tomllib.loads(self.config)
+
     def write(self, folder: Path) -> None:
         values = {"format": FORMAT, **asdict(self)}
         # write_file refuses to replace a file, and an earlier attempt may have left one.

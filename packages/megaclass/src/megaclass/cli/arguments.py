@@ -54,7 +54,7 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "positive": at_least(1),
     "count": _count,
     "size": _size,
-    "cores": int,
+    "cores": at_least(1),
 }
 SHARED = """
   path        text                the data, in any form that data.path accepts
@@ -67,9 +67,9 @@ SHARED = """
   --resize    flag                stretch images of another size if the model does not state how to fit them
   --mirror    yes-no              add the embedding of the mirrored image (default: as in training: off after
                 data.mirror=false)
-  --batch-size    int=64          images per batch
-  --threads   int=2               number of decoding threads per process
-  --nproc     int=1               number of processes to start on this machine
+  --batch-size    positive=64          images per batch
+  --threads   positive=2          number of decoding threads per process
+  --nproc     positive=1          number of processes to start on this machine
   --device    auto|cpu|cuda=auto  auto uses GPUs if there are any
   model       text                run folder, exported folder, .safetensors, InsightFace .pth, .onnx, or hf://user/name
 """

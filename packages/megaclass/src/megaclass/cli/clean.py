@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclass.cli.arguments import writing
@@ -12,7 +11,6 @@ from megaclass.progress import bar_on_demand
 if TYPE_CHECKING:
     from megaclass.data.sources.source import ImageSource
     from megaclass.evaluation.suspects import LabelFinding
-    from megaclass.inference import LoadedModel
 
 Result = tuple[int, dict[str, Any], str]
 CLEAN_COMMANDS = """
@@ -36,6 +34,7 @@ merge: join sets: classes of the same name, or that look the same to a model, be
 def _clean(options: argparse.Namespace) -> Result:
     from megaclass.config.read import load_config
     from megaclass.data.sources.open_source import open_source
+    from megaclass.inference import load
     from megaclass.inference.clean import review
 
     settings = options.model / "config.toml"
@@ -47,7 +46,7 @@ def _clean(options: argparse.Namespace) -> Result:
     source = open_source(path)
 
     def find() -> "list[LabelFinding]":
-        return review(_load(options.model, options), source, options.tests, options.fit)
+        return review(load(options.model, device=options.device), source, options.tests, options.fit)
 
     return _reviewed(options, source, path, _names(path, source), find)
 
@@ -55,6 +54,7 @@ def _clean(options: argparse.Namespace) -> Result:
 def _merge(options: argparse.Namespace) -> Result:
     from megaclass.data.sources.joined import JoinedSource
     from megaclass.data.sources.open_source import format_of, open_source
+    from megaclass.inference import load
     from megaclass.inference.clean import review, same_names
 
     if len(options.data) < 2:
@@ -71,7 +71,7 @@ def _merge(options: argparse.Namespace) -> Result:
     def find() -> "list[LabelFinding]":
         if options.like is None:
             return same_names(names)
-        found = review(_load(options.like, options), source, fit=options.fit)
+        found = review(load(options.like, device=options.device), source, fit=options.fit)
         return [one for one in found if one.kind == "doubled"]
 
     return _reviewed(options, source, ",".join(options.data), names, find)
@@ -108,16 +108,8 @@ def _reviewed(
 def _names(path: str, source: "ImageSource") -> list[str]:
     from megaclass.checkpoint.class_names import class_list
 
-    return [name.decode(errors="replace") for name in class_list(path, source).names()]
-
-
-def _load(path: Path, options: argparse.Namespace) -> "LoadedModel":
-    import torch
-
-    from megaclass.inference import load
-
-    is_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    return load(path, device="cuda" if is_gpu else "cpu")
+    # Not "replace": names that are not UTF-8 must stay different.
+    return [name.decode(errors="backslashreplace") for name in class_list(path, source).names()]
 
 
 CLEANING = (_clean, _merge)

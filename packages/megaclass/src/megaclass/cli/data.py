@@ -89,7 +89,7 @@ align: align photos of faces by five landmarks, given or found by an ONNX detect
   --out          path!           folder to write; run again to continue
   or --points    path FILE       text file with a line name x1 y1 … x5 y5 per photo
   or --detector  path FILE.onnx  face detector in the layout of SCRFD or RetinaFace
-  --size         int=112         side length of the crops in pixels
+  --size         positive=112    side length of the crops in pixels
   --format       png|jpg=png     format of the crops
   --threads      cores="one per core" N    number of threads that read and align
   @json
@@ -103,9 +103,9 @@ stage: copy data into memory before a run, or remove such a copy
 bench: measure images per second by stage: read, decode, collate, loader, augment
   @path
   --threads  cores="one per core" N    number of threads that read
-  --batch    int=256     images per batch
+  --batch    positive=256     images per batch
   --seconds  float=2.0   seconds per stage
-  --device   text=cpu    device of the augmentations: cpu or cuda
+  --device   cpu|cuda=cpu    device of the augmentations
   @json
 """
 
@@ -209,12 +209,13 @@ def _glyphs(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _unpack(options: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    from megaclass.data.sources.open_source import format_of, open_source
+    from megaclass.checkpoint.class_names import class_list
     from megaclass.data.tools.pack import unpack
 
-    source = open_source(options.path)
+    source = _open(options.path)
+    classes = class_list(options.path, source)
+    names = list(classes.names()) if classes.text else None
     with bar_on_demand("unpacking") as on_progress:
-        names = format_of(options.path).class_names()
         num_bad = unpack(source, options.out, class_names=names, on_progress=on_progress)
     num_images = source.num_images - num_bad
     text = f"{options.out}: {num_images:,} images of {source.num_classes:,} classes"

@@ -61,7 +61,7 @@ classify: say of which class images are
     Names the closest classes of each image: megaclass classify runs/demo photos/ image.jpg --top 3
   @model
   images    path+ IMAGE  images, or folders of images
-  --top     int=5        number of classes to name per image
+  --top     positive=5   number of classes to name per image
   --reject  float SHARE  say "unknown" if the closest class is too far; at most this share of unknown images gets a name then
   @json @fit @resize @device @backbone
 
@@ -78,10 +78,8 @@ search: show the images of a folder that are most similar to a query image
   @model
   gallery  path        folder of images, including subfolders, or embeddings.npy
   queries  path+ query    images to search for
-  -k       int=5       number of images to show per query
+  -k       positive=5    number of images to show per query
   --out    path=search.html    page to write
-  --faiss  text INDEX  search with faiss: Flat (exact), HNSW32 or another description for its index_factory
-                (megaclass[retrieval])
   @fit @resize @device @backbone
 
 push: publish a model on the Hugging Face Hub, with a model card
@@ -182,7 +180,7 @@ def _embed(options: argparse.Namespace, given: list[str]) -> int:
     from megaclass.distributed.agreement import on_every_rank
     from megaclass.inference import load
     from megaclass.inference.embed_folder import embed_folder
-    from megaclass.progress import bar_on_demand
+    from megaclass.progress import bar_on_demand, no_progress
     from megaclass_launch.ranks.process_group import process_group
     from megaclass_launch.world import world_from_environment
 
@@ -190,7 +188,7 @@ def _embed(options: argparse.Namespace, given: list[str]) -> int:
     with process_group(world, device=options.device) as device:
         model = on_every_rank(lambda: load(options.model, device=device, backbone=options.backbone), device)
         fit, mirror = model.treatment.chosen(options.fit, options.mirror, resize=options.resize)
-        with bar_on_demand("embedding") if world.is_main else nullcontext() as on_progress:
+        with bar_on_demand("embedding") if world.is_main else nullcontext(no_progress) as on_progress:
             embedded = embed_folder(
                 model,
                 options.folder,
@@ -214,9 +212,6 @@ def _starts_ranks(options: argparse.Namespace) -> bool:
     """Tells whether this process is to start those of --nproc: no launcher has started it as one of several."""
     from megaclass_launch.world import NO_STARTER, world_from_environment
 
-    for name in ("batch_size", "threads", "nproc"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
     return options.nproc > 1 and world_from_environment().starter == NO_STARTER
 
 
@@ -237,10 +232,11 @@ def _classify(options: argparse.Namespace, given: list[str]) -> int:
         if options.json:
             print(json.dumps({"image": str(image), **asdict(one)}))
             continue
-        print(f"{image}{'' if one.is_known else ': unknown; the closest classes are'}")
+        print(plain_text(f"{image}{'' if one.is_known else ': unknown; the closest classes are'}"))
         for place, guess in enumerate(one.guesses, start=1):
             chance = "" if guess.probability is None else f"  {guess.probability:6.1%}"
-            print(f"  {place:3}  {guess.cosine:6.3f}{chance}  {guess.name}")
+            # The names come with the model, from anyone.
+            print(f"  {place:3}  {guess.cosine:6.3f}{chance}  {plain_text(guess.name)}")
     if found[0].guesses[0].probability is None:
         _logger.info(
             "no probabilities: megaclass evaluate RUN --classify DATA fits their temperature on labelled images"
@@ -260,10 +256,8 @@ def _search(options: argparse.Namespace, given: list[str]) -> int:
     import megaclass
     from megaclass.inference.search_page import write_search_page
 
-    if options.k < 1:
-        raise ConfigError(f"-k is {options.k}; it must be at least 1.")
     model = megaclass.load(options.model, device=options.device, backbone=options.backbone)
-    index = model.index(options.gallery, faiss=options.faiss, fit=options.fit, resize=options.resize)
+    index = model.index(options.gallery, fit=options.fit, resize=options.resize)
     found = index.search_all(options.queries, options.k)
     for query, neighbours in zip(options.queries, found, strict=True):
         print(plain_text(f"{query}: nearest of {len(index):,} images in {options.gallery}"))

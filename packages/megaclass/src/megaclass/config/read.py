@@ -229,7 +229,9 @@ def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
             value = given.value if isinstance(given, _Argument) else given
         fits, converted = _fit(value, choice)
         if fits:
-            return converted
+            # A shell leaves the ~ in data.path=~/photos as it is.
+            is_in_home = isinstance(converted, str) and converted.startswith("~/")
+            return str(Path(converted).expanduser()) if is_in_home else converted
     shown = given.text if isinstance(given, _Argument) else given
     literals = [str(option) for choice in choices for option in typing.get_args(choice) if isinstance(option, str)]
     # By its letters "gpu" is closest to "cpu".

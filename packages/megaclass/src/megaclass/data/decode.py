@@ -176,13 +176,8 @@ def _jpeg_dimensions(encoded: bytes, where: str) -> tuple[int, int]:
 
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(encoded)
-    except Exception as error:  # KeyError for 4:4:1, for example, which Pillow reads
-        try:
-            height, width, _ = _pillow_dimensions(encoded, where)
-        except DataError:
-            raise DataError(
-                f"Cannot decode {where}: {len(encoded)} bytes that start like a JPEG but are not one ({_brief(error)})."
-            ) from error
+    except Exception:  # KeyError for 4:4:1, for example, which Pillow reads; it also explains damage
+        return _pillow_dimensions(encoded, where)[:2]
     _require_reasonable(height, width, where)
     return height, width
 
@@ -193,14 +188,8 @@ def _decode_jpeg(encoded: bytes, where: str) -> NDArray[np.uint8]:
     _jpeg_dimensions(encoded, where)
     try:
         image_HW3: NDArray[np.uint8] = simplejpeg.decode_jpeg(encoded, colorspace="RGB")
-    except Exception as error:
-        # CMYK, 4:4:1 and other rarities that Pillow converts, or damage that Pillow also reports.
-        try:
-            return _decode_with_pillow(encoded, where)
-        except DataError:
-            raise DataError(
-                f"Cannot decode {where}: damaged JPEG of {len(encoded)} bytes ({_brief(error)})."
-            ) from error
+    except Exception:  # CMYK, 4:4:1 and other rarities that Pillow converts, or damage that it explains
+        return _decode_with_pillow(encoded, where)
     return _upright(image_HW3, _jpeg_orientation(encoded))
 
 
@@ -218,7 +207,8 @@ def _opened(encoded: bytes, where: str) -> Iterator[Image]:
     except UnidentifiedImageError as error:
         raise DataError(f"Cannot decode {where}: {_no_image(encoded)}.") from error
     except Exception as error:
-        raise DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({_brief(error)}).") from error
+        reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        raise DataError(f"Cannot decode {where}: damaged image of {len(encoded)} bytes ({reason}).") from error
 
 
 def _pillow_dimensions(encoded: bytes, where: str) -> tuple[int, int, int]:
@@ -237,10 +227,6 @@ def _decode_with_pillow(encoded: bytes, where: str) -> NDArray[np.uint8]:
 
 def _no_image(encoded: bytes) -> str:
     return f"{len(encoded)} bytes that are not an image (they start with {encoded[:8]!r})"
-
-
-def _brief(error: Exception) -> str:
-    return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def pillow_to_rgb(image: Image, opened: Image, where: str) -> NDArray[np.uint8]:

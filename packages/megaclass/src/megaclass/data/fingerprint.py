@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.data.loading.reader import read_image
 from megaclass.data.sources.source import ImageSource, first_labels
 from megaclass.errors import DataError
 
@@ -42,7 +43,7 @@ def source_hash(source: ImageSource) -> str:
     digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
     for index in _spread(source.num_images, _NUM_IMAGES):
         try:
-            digest.update(source.read(int(index)))
+            digest.update(read_image(source, int(index)))
         except (DataError, OSError):
             digest.update(b"cannot be read")
     return digest.hexdigest()[:16]
@@ -75,6 +76,6 @@ def _spread(count: int, wanted: int) -> NDArray[np.int64]:
 def _digest(source: ImageSource, index: int) -> str:
     """Returns the digest of an image; empty if it cannot be read."""
     try:
-        return hashlib.sha256(source.read(index)).hexdigest()[:16]
+        return hashlib.sha256(read_image(source, index)).hexdigest()[:16]
     except (DataError, OSError):
         return ""

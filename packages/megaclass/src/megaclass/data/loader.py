@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaclass.data.augment import Augment, augment_, mirror_, normalise
 from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepare, split_augment
 from megaclass.data.decode import Fit
-from megaclass.data.loading.pool import LoaderProcesses, LoaderSettings, start_fork_server
+from megaclass.data.loading.choose import LoaderSettings
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.order import Order, rank_batch
 from megaclass.data.ordered_map import ordered_map
@@ -185,12 +185,17 @@ class BatchLoader:
         self.num_workers = max(1, num_workers)
         self.processes = processes
         if processes is not None:
+            # Windows has neither a fork server nor what the pool is made of.
+            from megaclass.data.loading.pool import start_fork_server
+
             start_fork_server()
         self.device = device
         self.is_resident = is_resident
         self._resident: _ResidentImages | None = None
         num_bytes = 0 if isinstance(source, TensorSource) else plan.max_rows * math.prod(self.image_size) * 3
-        self._memory = ReusedMemory(batches_of_threads(self.num_workers) * num_bytes)
+        # Batches that wait, those in the making, and two that the caller has.
+        num_batches = _prefetched(self.num_workers) + self.num_workers + 2
+        self._memory = ReusedMemory(num_batches * num_bytes)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -280,6 +285,8 @@ class BatchLoader:
                 lambda n: self._load(reader, *divmod(n, steps)), numbers, self.num_workers, num_ahead
             )
             return
+        from megaclass.data.loading.pool import LoaderProcesses
+
         processes = LoaderProcesses(self.processes, reader, self.bad_images, self.device)
         try:
             for number, loaded in enumerate(processes.batches(first, stop), start=first):
@@ -342,11 +349,6 @@ class _ResidentImages:
         places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
         images = self.images_NHW3[places]
         return images.permute(0, 3, 1, 2) if images.ndim == 4 else images, self.labels_N[places], shown_B, places
-
-
-def batches_of_threads(num_threads: int) -> int:
-    """Returns how many batches are in memory at most: those that wait, those in the making, and two that the caller has."""
-    return _prefetched(num_threads) + num_threads + 2
 
 
 def _prefetched(num_threads: int) -> int:

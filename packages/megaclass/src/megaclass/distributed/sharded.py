@@ -1,8 +1,11 @@
 """A backbone that is split over the ranks: parameters, gradients and the state of their optimizer (`train.shard_backbone`).
 
 torch's FSDP2 gathers each block before its forward and again before its backward, and averages its gradients over the ranks
-afterwards, so a rank holds one W-th of everything and at most two blocks whole. Bytes that a rank sends per step and parameter,
-times (W - 1) / W: 4 to gather it for forward, 4 for backward, 4 for its gradient; DDP sends 8.
+afterwards, so a rank holds one W-th of everything and at most two blocks whole. Autocast's narrow copies of the weights stay
+until backward, unless activations are recomputed.
+
+Bytes that a rank sends per step and parameter, times (W - 1) / W: 4 to gather it for forward, 4 for backward, 4 for its
+gradient; DDP sends 8.
 
     module      the backbone; FSDP2 owns its parameters, and its forward must be called on all ranks together
     own         this rank's rows of every parameter, in the memory that FSDP2 reads: optimizer, clipping and the moving average
@@ -51,7 +54,11 @@ class ShardedBackbone(nn.Module):
         }
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        embeddings: Tensor = self.module(*inputs)
+        device = self._device.type
+        dtype, is_enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        # Without autocast's cache, which would keep a narrow copy of every block until the end of the forward.
+        with torch.autocast(device, dtype, enabled=is_enabled, cache_enabled=False):
+            embeddings: Tensor = self.module(*inputs)
         return embeddings
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -3,10 +3,8 @@
 Letters: C classes, R = C x M rows (the M sub-centres of a class are adjacent), D numbers each.
 """
 
-import itertools
-import tomllib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from megaclass.checkpoint.load import newest_whole
 from megaclass.checkpoint.manifest import read_manifest
 from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.search import GalleryShard, rows_of_rank, search, unit_rows_or_zero
+from megaclass.progress import OnProgress, no_progress
 
 CENTRES_FILE = "centres.safetensors"
 _BLOCK_ROWS = 2**16
@@ -87,9 +86,6 @@ class ModelCentres:
         for start in range(0, self.num_rows, _BLOCK_ROWS):
             yield start, self.rows(start, min(start + _BLOCK_ROWS, self.num_rows))
 
-    def names_of(self, numbers: Collection[int]) -> dict[int, str]:
-        return names_of(self.classes, numbers)
-
     def names(self) -> list[str]:
         return [name.decode(errors="replace") for name in self.classes.names()]
 
@@ -103,11 +99,31 @@ class ModelCentres:
         return ClassShard.of(rows_RD, own.start, self.classes, len(own), is_cosine=self.is_cosine)
 
 
-def names_of(classes: ClassList, numbers: Collection[int]) -> dict[int, str]:
-    """Returns the names of some classes."""
-    # One pass over the list: a hundred million names need not be in memory to show twenty.
-    listed = itertools.islice(enumerate(classes.names()), max(numbers, default=-1) + 1)
-    return {number: name.decode(errors="replace") for number, name in listed if number in numbers}
+def compared_with_centres(
+    unit_PD: Tensor,
+    labels_P: NDArray[np.int64],
+    centres: ModelCentres,
+    device: torch.device,
+    on_progress: OnProgress = no_progress,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Compares unit rows with all centres, one block of centres at a time, in this process alone.
+
+    Returns (P,) the cosine with the own class, the highest cosine with another class, and the number of that class.
+    """
+    own_P, other_P = np.full((2, len(labels_P)), -np.inf, dtype=np.float32)
+    others_P = np.zeros(len(labels_P), dtype=np.int64)
+    for first, rows in centres.blocks():
+        stop = first + len(rows)
+        classes_B = np.arange(first, stop) // centres.rows_per_class
+        block = GalleryShard(embeddings_ND=rows, labels_N=classes_B, first=first, is_normalised=False)
+        found = search(unit_PD, block, k=1, device=device, probe_labels_P=labels_P, is_alone=True)
+        own_P = np.maximum(own_P, found.mate_scores_P.cpu().numpy())
+        scores_P = found.other_scores_Pk[:, 0].cpu().numpy()
+        classes_P = found.other_indices_Pk[:, 0].cpu().numpy() // centres.rows_per_class
+        others_P = np.where(scores_P > other_P, classes_P, others_P)
+        other_P = np.maximum(other_P, scores_P)
+        on_progress(stop, centres.num_rows)
+    return own_P, other_P, others_P
 
 
 def centres_in_memory(weight_RD: Tensor, names: Sequence[str]) -> ModelCentres:
@@ -154,9 +170,8 @@ def read_run_centres(run: Path) -> ModelCentres:
             first += num_rows
         return parts[1] if len(parts) == 2 else torch.cat(parts)
 
-    similarity = tomllib.loads(manifest.config).get("head", {}).get("similarity")
-    classes = saved_classes(folder, manifest)
-    return ModelCentres(classes=classes, num_rows=total, rows=rows, is_cosine=similarity != "inner")
+    is_cosine = manifest.settings.get("head", {}).get("similarity") != "inner"
+    return ModelCentres(classes=saved_classes(folder, manifest), num_rows=total, rows=rows, is_cosine=is_cosine)
 
 
 def read_exported_centres(path: Path) -> ModelCentres:
@@ -212,47 +227,32 @@ class CentreHealth:
     """Length of every centre."""
     nearest: NDArray[np.float32]
     """Cosine between each checked centre and the nearest centre of another class."""
-    closest_pairs: list[tuple[str, str, float]]
-    """Two names and their cosine, closest first, each pair once."""
+    closest_pairs: Mapping[tuple[int, int], float]
+    """Two classes and the cosine of their centres, closest first, each pair once."""
+    names: Mapping[int, str]
+    """Of these classes."""
     num_unusable: int
     """Number of centres that are zero or not finite."""
-    closest_numbers: list[tuple[int, int]] = field(default_factory=list)
-    """The classes of closest_pairs by number."""
 
 
 def centre_health(
-    centres: ModelCentres, *, device: torch.device, on_progress: Callable[[int, int], None] | None = None
+    centres: ModelCentres, *, device: torch.device, on_progress: OnProgress = no_progress
 ) -> CentreHealth:
     """Measures the centres in two passes; in memory are one block and the centres whose neighbours are searched."""
     num_subcentres = centres.rows_per_class
     probes_PD, rows_P, norms_R = _first_pass(centres, device)
     is_usable_R = np.isfinite(norms_R) & (norms_R > 0)
     classes_P = rows_P // num_subcentres
-    scores_P = np.full(len(rows_P), -np.inf, dtype=np.float32)
-    nearest_P = np.zeros(len(rows_P), dtype=np.int64)
-    # Second pass: every block is searched for neighbours of the sampled rows. Rows of the same class are mates of a probe
-    # and do not count as neighbours.
-    for first, rows in centres.blocks():
-        stop = first + len(rows)
-        classes_B = np.arange(first, stop) // num_subcentres
-        block = GalleryShard(embeddings_ND=unit_rows_or_zero(rows), labels_N=classes_B, first=first)
-        found = search(probes_PD, block, k=1, device=device, probe_labels_P=classes_P)
-        scores = found.other_scores_Pk[:, 0].cpu().numpy()
-        is_closer_P = scores > scores_P
-        scores_P = np.where(is_closer_P, scores, scores_P)
-        nearest_P = np.where(is_closer_P, found.other_indices_Pk[:, 0].cpu().numpy() // num_subcentres, nearest_P)
-        if on_progress is not None:
-            on_progress(stop, centres.num_rows)
+    _, scores_P, nearest_P = compared_with_centres(probes_PD, classes_P, centres, device, on_progress)
     pairs = _closest(scores_P, classes_P, nearest_P)
-    names = centres.names_of({number for pair in pairs for number in pair})
     return CentreHealth(
         num_classes=centres.num_classes,
         num_checked=len(np.unique(classes_P)),
         norms=norms_R[is_usable_R],
         nearest=scores_P[np.isfinite(scores_P)],
-        closest_pairs=[(names[low], names[high], score) for (low, high), score in pairs.items()],
+        closest_pairs=pairs,
+        names=centres.classes.names_of({number for pair in pairs for number in pair}),
         num_unusable=int((~is_usable_R).sum()),
-        closest_numbers=list(pairs),
     )
 
 

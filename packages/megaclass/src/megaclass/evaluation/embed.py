@@ -16,10 +16,9 @@ from megaclass.data.augment import normalise, to_tensor
 from megaclass.errors import DataError
 from megaclass.evaluation.images import Images, OtherSizeError, Samples
 from megaclass.image_size import ImageSize, height_and_width, shown_size
+from megaclass.progress import OnProgress, no_progress
 
 _log = logging.getLogger("megaclass.evaluation")
-OnProgress = Callable[[int, int], None]
-"""Called with the number of images done and the total number."""
 OnBad = Callable[[int, DataError], None]
 """Called with the number of an image that cannot be read, and the reason."""
 _NUM_NAMED = 20
@@ -110,7 +109,7 @@ def embed_part(
     batch_size: int = 64,
     num_threads: int = 1,
     mirror: bool = True,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = no_progress,
     on_bad: OnBad | None = None,
 ) -> Tensor:
     """Embeds some of the images on this rank; nothing is exchanged.
@@ -139,8 +138,7 @@ def embed_part(
                 rows = embedded.new_empty((len(part), embedded.shape[1]))
             rows[done : done + len(indices)] = embedded
             done += len(indices)
-            if on_progress is not None:
-                on_progress(done, len(part))
+            on_progress(done, len(part))
     assert rows is not None
     return rows
 

@@ -94,10 +94,6 @@ class Gallery:
 
         return on_every_rank_for_long(read, self.evaluator.device, self.evaluator.group)
 
-    def is_comparable(self, other: "Gallery") -> bool:
-        """Returns whether equal images have equal content_keys(): a file and a stored row of one image never do."""
-        return self.kind == other.kind
-
     def content_keys(self, part: range) -> NDArray[np.int64]:
         """Collective. Returns a digest of the content behind each of these rows: equal digests are the same image."""
 
@@ -153,8 +149,9 @@ def open_searched(evaluator: Evaluator, one: EvaluationSet) -> Searched:
     known = {name: number for number, name in enumerate(dict.fromkeys(gallery.identities))}
     labels_N, keys_P, keys_N = labels_of(gallery.identities, known), None, None
     part = range(shard.first, shard.first + len(shard))
-    # Every model finds an image by itself at rank 1: a probe that is in the gallery is compared with the others only.
-    if probes.is_comparable(gallery):
+    # Every model finds an image by itself at rank 1: a probe that is in the gallery is compared with the others only. Keys of
+    # a file and of a stored row of one image differ.
+    if probes.kind == gallery.kind:
         keys_P, keys_N = probes.content_keys(range(len(probes))), gallery.content_keys(part)
     return Searched(
         shard=replace(shard, labels_N=labels_N[part.start : part.stop], keys_N=keys_N),

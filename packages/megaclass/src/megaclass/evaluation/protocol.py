@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from megaclass.data.decode import Fit
 from megaclass.distributed.agreement import on_every_rank
 from megaclass.evaluation.centres import ClassShard
-from megaclass.evaluation.embed import Embedded, OnProgress, distinct_images, embed_part, log_resized, part_of_rank
+from megaclass.evaluation.embed import Embedded, distinct_images, embed_part, log_resized, part_of_rank
 from megaclass.evaluation.examples import DAMAGED, Examples
 from megaclass.evaluation.images import Images
 from megaclass.image_size import ImageSize
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
 Floats = NDArray[np.float64]
@@ -56,7 +57,7 @@ class Evaluator:
     centres: Callable[[], ClassShard] | None = None
     """Returns the class centres that this rank holds, without a collective; None if the model has none."""
     group: dist.ProcessGroup | None = None
-    on_progress: OnProgress | None = None
+    on_progress: OnProgress = no_progress
 
     def embed(self, images: Images) -> Embedded:
         """Collective. Embeds all images; the result is the same on every rank. The network keeps its train or eval mode.
@@ -69,14 +70,13 @@ class Evaluator:
         Traffic per rank: one all-gather of 4 KiB (did all ranks succeed?), one of ceil(N / W) x (D + 2) floats, where N counts
         distinct images.
         """
-        group, num_ranks, on_progress = self.group, group_size(self.group), self.on_progress
+        group, num_ranks = self.group, group_size(self.group)
         firsts, places_N = distinct_images(images)
         part = [firsts[place] for place in part_of_rank(len(firsts), group_rank(group), num_ranks)]
 
         def report(done: int, _: int) -> None:
-            if on_progress is not None:
-                # This rank speaks for all: the others are about as far.
-                on_progress(min(len(firsts), done * num_ranks), len(firsts))
+            # This rank speaks for all: the others are about as far.
+            self.on_progress(min(len(firsts), done * num_ranks), len(firsts))
 
         rows = on_every_rank(lambda: replace(self, on_progress=report).embed_part(images, part), self.device, group)
         is_resized = rows.new_tensor([[float(index in images.resized)] for index in part])
@@ -296,15 +296,20 @@ def rate_rows(columns: Sequence[Numbers]) -> list[Row]:
     ]
 
 
-def share_rows(columns: Sequence[Numbers], key: str, title: str) -> list[Row]:
+def share_rows(columns: Sequence[Numbers], key: str, title: str, part: str = "") -> list[Row]:
     """Returns the row of a share; if the title has a place for it, a row per entry of a table of shares, such as one per FAR.
 
     95 % confidence intervals are shown if they are there, under the same key with `_95`.
+    part: the entries of the table are tables themselves, in which the share has this key.
     """
-    if "{}" not in title:
+    if "{" not in title:
         return [(title, share_cells([n.get(key) for n in columns]))]
-    shares, ends = [n.get(key, {}) for n in columns], [n.get(f"{key}_95", {}) for n in columns]
+    tables, ends = [n.get(key, {}) for n in columns], [n.get(f"{key}_95", {}) for n in columns]
+    if part:
+        tables = [{at: one[part] for at, one in table.items()} for table in tables]
+    # One model may have been evaluated with more than another.
+    entries = dict.fromkeys(at for table in tables for at in table)
     return [
-        (title.format(at), share_cells([one.get(at) for one in shares], [one.get(at) for one in ends]))
-        for at in {**shares[0]}
+        (title.format(at), share_cells([one.get(at) for one in tables], [one.get(at) for one in ends]))
+        for at in entries
     ]

@@ -1,11 +1,12 @@
 """Finds exact nearest neighbours: every probe is compared with every gallery entry, each rank searching its shard.
 
 Letters: P probes, N gallery entries in total, k neighbours kept per probe. A score is a cosine: the caller normalises the
-rows. The P x N scores never exist at once; there is one block of them at a time, of at most `max_block_bytes`.
+rows. The P x N scores never exist at once; there is one block of them at a time, of at most `_BLOCK_BYTES`.
 
 An entry with the label of a probe is a *mate* of the probe; all other entries are *others*.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaclass.errors import DataError
 from megaclass_launch.even_parts import even_part
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
@@ -25,6 +25,8 @@ NO_LABEL = -1
 _NOTHING = float("-inf")
 _BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 _MAX_GALLERY_BLOCK = 2**16
+precision_lock = threading.Lock()
+"""Held by threads that search at the same time: a search sets torch's precision of products for the whole process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,7 +88,6 @@ def search(
     probe_labels_P: NDArray[np.int64] | None = None,
     probe_keys_P: NDArray[np.int64] | None = None,
     group: dist.ProcessGroup | None = None,
-    max_block_bytes: int | None = None,
     scale: float | None = None,
     is_alone: bool = False,
 ) -> Neighbours:
@@ -99,17 +100,12 @@ def search(
     this process; nothing is exchanged with other ranks.
     """
     probes = torch.as_tensor(probes_PD, device=device).float()
-    if len(gallery) and gallery.embeddings_ND.shape[1] != probes.shape[1]:
-        raise DataError(
-            f"Embeddings of the probes have {probes.shape[1]} numbers, those of the gallery "
-            f"{gallery.embeddings_ND.shape[1]}: they come from different models."
-        )
     scores_Pk = torch.full((len(probes), k), _NOTHING, device=device)
     indices_Pk = torch.zeros((len(probes), k), dtype=torch.int64, device=device)
     mates_P = torch.full((len(probes),), _NOTHING, device=device)
     log_sums_P = None if scale is None else torch.full((len(probes),), _NOTHING, device=device)
     labels_P = None if probe_labels_P is None else torch.as_tensor(probe_labels_P, device=device)
-    for here, first, block_PB in score_blocks(probes, gallery, device, probe_keys_P, max_block_bytes):
+    for here, first, block_PB in score_blocks(probes, gallery, device, probe_keys_P):
         if log_sums_P is not None and scale is not None:
             log_sums_P[here] = torch.logaddexp(log_sums_P[here], torch.logsumexp(scale * block_PB, dim=1))
         if labels_P is not None and gallery.labels_N is not None:
@@ -141,7 +137,6 @@ def score_blocks(
     gallery: GalleryShard,
     device: torch.device,
     probe_keys_P: NDArray[np.int64] | None = None,
-    max_block_bytes: int | None = None,
 ) -> Iterator[tuple[slice, int, Tensor]]:
     """Yields (probes, first entry in the shard, scores of the probes with the entries from there on).
 
@@ -151,7 +146,7 @@ def score_blocks(
     keys_P = None if probe_keys_P is None else torch.as_tensor(probe_keys_P, device=device)
     per_entry = gallery.rows_per_entry
     gallery_block = min(max(1, _MAX_GALLERY_BLOCK // per_entry), max(1, len(gallery)))
-    probe_block = max(1, (max_block_bytes or _BLOCK_BYTES[device.type]) // (4 * gallery_block * per_entry))
+    probe_block = max(1, _BLOCK_BYTES[device.type] // (4 * gallery_block * per_entry))
     with full_precision():
         for first in range(0, len(gallery), gallery_block):
             entries = slice(first, first + gallery_block)

@@ -51,7 +51,7 @@ def find_sets(paths: Sequence[Path], labelled: Sequence[Path] = ()) -> list[Eval
 
 def classification_set(path: Path) -> EvaluationSet:
     # Not the bare name: `data split` writes pairs of the images in holdout/ to holdout.bin.
-    name = f"{path.stem if path.is_file() else path.name}-classes"
+    name = f"{path.stem if path.is_file() else path.absolute().name}-classes"
     return EvaluationSet(name=name, kind=ClassificationProtocol.kind, path=path)
 
 

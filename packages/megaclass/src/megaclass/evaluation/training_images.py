@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from megaclass.data.decode import Fit
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import ModelCentres
-from megaclass.evaluation.embed import OnProgress, embed_part
+from megaclass.evaluation.centres import ModelCentres, compared_with_centres
+from megaclass.evaluation.embed import embed_part
 from megaclass.evaluation.examples import DAMAGED, Examples, Judged, examples_of, images_of, packed, unpacked
 from megaclass.evaluation.images import Images, images_of_source
 from megaclass.evaluation.results import read_arrays
-from megaclass.evaluation.search import GalleryShard, search
 from megaclass.image_size import ImageSize
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import published_file
 
 FILE = "training_images.npz"
@@ -42,7 +42,7 @@ def examine_training_images(
     fit: Fit,
     device: torch.device,
     shown_classes: Collection[int] = (),
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> Examples:
     """Embeds a few images of classes spread over all of them, as many as a quarter of a minute allows.
 
@@ -51,8 +51,16 @@ def examine_training_images(
     images = images_of_source(source, image_size, fit)
     indices_N, embeddings_ND = _embedded_sample(network, images, source, device, centres.num_rows, on_progress)
     labels = np.asarray(source.labels)
-    judged = _compared(indices_N, embeddings_ND, labels[indices_N], centres)
-    return examples_of(judged, source, labels, centres.names_of, by_pair=False, shown_classes=shown_classes)
+    labels_N = labels[indices_N]
+    own_N, other_N, others_N = compared_with_centres(embeddings_ND, labels_N, centres, torch.device("cpu"))
+    judged = Judged(
+        indices_N=indices_N,
+        labels_N=labels_N,
+        own_N=own_N.astype(np.float64),
+        other_N=other_N.astype(np.float64),
+        others_N=others_N,
+    )
+    return examples_of(judged, source, labels, centres.classes.names_of, by_pair=False, shown_classes=shown_classes)
 
 
 def _embedded_sample(
@@ -61,7 +69,7 @@ def _embedded_sample(
     source: ImageSource,
     device: torch.device,
     num_rows: int,
-    on_progress: OnProgress | None,
+    on_progress: OnProgress,
 ) -> tuple[NDArray[np.int64], Tensor]:
     """Returns the numbers of the images that could be read in time, and their unit embeddings."""
     classes = np.unique(np.linspace(0, source.num_classes - 1, _MAX_CLASSES).astype(np.int64))
@@ -79,30 +87,13 @@ def _embedded_sample(
         is_read = torch.isfinite(rows_ND).all(1)
         parts.append(nn.functional.normalize(rows_ND[is_read]))
         kept += [index for index, usable in zip(part, is_read.tolist(), strict=True) if usable]
-        if on_progress is not None:
-            on_progress(min(start + _CHUNK, len(chosen)), len(chosen))
+        on_progress(min(start + _CHUNK, len(chosen)), len(chosen))
         enough = len(kept) * num_rows * rows_ND.shape[1] > _MAX_MULTIPLICATIONS
         if enough or time.monotonic() > deadline:
             break
     if not kept:
         raise DataError("none of the training images looked at could be read")
     return np.array(kept, dtype=np.int64), torch.cat(parts)
-
-
-def _compared(
-    indices_N: NDArray[np.int64], embeddings_ND: Tensor, labels_N: NDArray[np.int64], centres: ModelCentres
-) -> Judged:
-    """Compares the images with all centres, one block of centres at a time."""
-    own, other, others = np.full(len(labels_N), -2.0), np.full(len(labels_N), -2.0), np.zeros(len(labels_N), np.int64)
-    for first, rows in centres.blocks():
-        classes_B = np.arange(first, first + len(rows)) // centres.rows_per_class
-        block = GalleryShard(embeddings_ND=rows, labels_N=classes_B, first=first, is_normalised=False)
-        found = search(embeddings_ND, block, k=1, device=torch.device("cpu"), probe_labels_P=labels_N, is_alone=True)
-        own = np.maximum(own, found.mate_scores_P.numpy())
-        is_closer = found.other_scores_Pk[:, 0].numpy() > other
-        other = np.where(is_closer, found.other_scores_Pk[:, 0], other)
-        others = np.where(is_closer, found.other_indices_Pk[:, 0] // centres.rows_per_class, others)
-    return Judged(indices_N=indices_N, labels_N=labels_N, own_N=own, other_N=other, others_N=others)
 
 
 def write_training_images(run: Path, found: Examples) -> None:

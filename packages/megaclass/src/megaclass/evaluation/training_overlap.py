@@ -65,25 +65,22 @@ def training_data_line(numbers: Mapping[str, Any]) -> str:
     said = numbers.get("training_data")
     if said is None:
         return ""
-    sentence = describe_overlap(said)
+    looked_at = f"{said['looked_at']:,} of {said['training_images']:,} training images"
+    if said["looked_at"] == said["training_images"]:
+        looked_at = f"all {said['training_images']:,} training images"
     if said["found"]:
-        return f"WARNING: {sentence}. Hold some out first: megaclass data split."
-    if said["is_held_out"]:
-        return f"Its identities were held out of training; {sentence}."
-    return f"{sentence[0].upper()}{sentence[1:]}; other images of the same people may be in the training data."
-
-
-def describe_overlap(numbers: Mapping[str, int]) -> str:
-    """Returns what `find_overlaps` found as a sentence without its full stop."""
-    looked_at = f"{numbers['looked_at']:,} of {numbers['training_images']:,} training images"
-    if numbers["looked_at"] == numbers["training_images"]:
-        looked_at = f"all {numbers['training_images']:,} training images"
-    if numbers["found"]:
         return (
-            f"{numbers['found']:,} of its {numbers['images']:,} images are in the training data ({looked_at} were compared), "
-            f"so this does not measure identities that were not trained on"
+            f"WARNING: {said['found']:,} of its {said['images']:,} images are in the training data ({looked_at} were "
+            f"compared), so this does not measure identities that were not trained on. Hold some out first: megaclass data "
+            f"split."
         )
-    return f"none of its {numbers['images']:,} images is among {looked_at}"
+    none = f"one of its {said['images']:,} images is among {looked_at}"
+    if said["is_held_out"]:
+        return f"Its identities were held out of training; n{none}."
+    return (
+        f"N{none}; other images of the same people may be in the training data: `megaclass data clean RUN --tests SET` "
+        f"looks for them."
+    )
 
 
 def find_overlaps(

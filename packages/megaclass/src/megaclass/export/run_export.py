@@ -7,7 +7,6 @@
 Each file is opened again and must give the embeddings of the model before the folder appears.
 """
 
-import contextlib
 import importlib
 import json
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 
 import megaclass
 from megaclass.data.decode import Fit
-from megaclass.errors import CheckpointError, DataError, ExportError
+from megaclass.errors import ExportError
 from megaclass.evaluation.centres import CENTRES_FILE, ModelCentres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols import PROTOCOLS
@@ -66,14 +65,11 @@ def export_model(
             f"{path} is an ONNX model, which has no parameters that could be exported. Export the run it came from."
         )
     run = path if path.is_dir() else None
-    config = _config(model, exporter)
-    # So that the exported model verifies with the thresholds of its run.
-    config["verification"] = dict(model.known_thresholds)
-    config["classification"] = dict(model.class_facts)
-    if centres is None:
-        # A run whose checkpoints were deleted has no centres; its model is exported without them.
-        with contextlib.suppress(CheckpointError, DataError):
-            centres = model.centres
+    # The exported model verifies and rejects with the thresholds of its run.
+    config = {**_config(model, exporter), "verification": {}, "classification": {}, **model.facts}
+    # A run whose checkpoints were deleted has no centres; its model is exported without them.
+    if centres is None and model.has_centres:
+        centres = model.centres
     config["num_classes"] = 0 if centres is None else centres.num_classes
     metadata = {key: _as_text(config[key]) for key in _METADATA_KEYS if key in config}
     with published_folder(out.resolve()) as unfinished:

@@ -7,7 +7,7 @@ megabytes for two million classes, which the format refuses.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -85,23 +85,6 @@ def _write(job: ExportJob) -> None:
 EXPORTER = Exporter(file=_FILE, write=_write, usage=_USAGE, extra_files=(CENTRES_FILE,))
 
 
-class CentresByName(Mapping[str, Tensor]):
-    """Maps class names to centres: centres["anna"] is (M, D). Iteration yields the names in the order of the classes."""
-
-    def __init__(self, centres_CMD: Tensor, names: list[str]) -> None:
-        self.centres_CMD = centres_CMD
-        self._places = {name: place for place, name in enumerate(names)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.centres_CMD[self._places[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
 def save_centres(path: Path, centres: ModelCentres, *, metadata: Mapping[str, str]) -> None:
     """Writes the centres; they are read back and compared before the file appears at `path`."""
     from safetensors.torch import save_file
@@ -114,14 +97,17 @@ def save_centres(path: Path, centres: ModelCentres, *, metadata: Mapping[str, st
     }
     with published_file(path) as unfinished:
         save_file(tensors, unfinished, metadata=dict(metadata))
-        read_back = load_centres(unfinished)
-        if list(read_back) != centres.names() or not torch.equal(read_back.centres_CMD, tensors["centres"]):
+        read_back = read_exported_centres(unfinished)
+        names = centres.names()
+        is_same = read_back.names() == names and torch.equal(read_back.all_rows(), tensors["centres"].flatten(0, 1))
+        if not is_same or len(set(names)) < len(names):
             raise ExportError(
                 f"Cannot write {path}: the centres read back differ. Check the disk, and that class names are unique."
             )
 
 
-def load_centres(path: Path) -> CentresByName:
-    """Reads a file that `save_centres` wrote."""
+def load_centres(path: Path) -> dict[str, Tensor]:
+    """Reads a file that `save_centres` wrote: the (M, D) centres of each class by its name, in the order of the classes."""
     centres = read_exported_centres(path)
-    return CentresByName(centres.all_rows().unflatten(0, (-1, centres.rows_per_class)), centres.names())
+    centres_CMD = centres.all_rows().unflatten(0, (-1, centres.rows_per_class))
+    return dict(zip(centres.names(), centres_CMD, strict=True))

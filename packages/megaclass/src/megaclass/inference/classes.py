@@ -1,6 +1,6 @@
 """Classification with a trained model: the closest classes of an image, and classes that are added without training."""
 
-import threading
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +14,19 @@ from megaclass.checkpoint.class_names import class_list
 from megaclass.data.decode import Fit
 from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import require_one_label
-from megaclass.errors import CheckpointError, DataError
+from megaclass.errors import DataError
 from megaclass.evaluation.centres import ModelCentres, centres_in_memory
 from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import ClassificationProtocol
-from megaclass.evaluation.search import search
+from megaclass.evaluation.search import precision_lock, search
 from megaclass.metrics_file import is_number
 from megaclass_launch.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaclass.inference.loaded_model import LoadedModel
 
-# The search sets torch's precision of products, which is a setting of the whole process.
-_lock = threading.Lock()
+_logger = logging.getLogger("megaclass.inference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +71,13 @@ def classify(
     """Returns the closest classes of each row. reject: the share of unknown images that may be accepted."""
     if top < 1:
         raise DataError(f"Cannot name {top} classes per image: top must be at least 1.")
-    shard, names, facts = model.all_classes, model.class_names, model.class_facts
+    shard, names, facts = model.all_classes, model.class_names, model.facts.get("classification", {})
     threshold = None if reject is None else _threshold(facts, reject, model.name)
     stated = facts.get("temperature")
     temperature = float(stated) if stated is not None and is_number(stated) else 0.0
     scale = 1 / temperature if temperature > 0 else None
     rows = torch.as_tensor(rows_ND if shard.is_cosine else shard.probes(rows_ND), device=model.device)
-    with _lock:
+    with precision_lock:
         found = search(rows, shard.shard, k=min(top, len(names)), device=model.device, scale=scale, is_alone=True)
     cosines_Nk, classes_Nk = found.other_scores_Pk.double().cpu(), found.other_indices_Pk.cpu()
     chances_Nk: list[list[float | None]] = [[None] * cosines_Nk.shape[1]] * len(rows)
@@ -120,16 +119,17 @@ def with_added_classes(model: "LoadedModel", folder: Path, *, fit: Fit | None, m
     source = open_source(folder)
     require_one_label(source, "Adding classes")
     added = [name.decode(errors="replace") for name in class_list(str(folder), source).names()]
-    try:
-        if not model.centres.is_cosine:
-            raise ConfigError(
-                f"{model.name} compares images with classes by inner products, for which the mean of a class's embeddings is "
-                f"no centre: train it with the new classes (megaclass train … train.init_centres={model.name})."
-            )
+    if not model.has_centres:
+        _logger.info("%s has no class centres: the new model knows the classes of %s only", model.name, folder)
+        old_rows, old_names, rows_per_class = torch.empty(0, model.embedding_dim), [], 1
+    elif model.centres.is_cosine:
         old_rows, old_names = model.centres.all_rows(), model.class_names
         rows_per_class = model.centres.rows_per_class
-    except (DataError, CheckpointError):
-        old_rows, old_names, rows_per_class = torch.empty(0, model.embedding_dim), [], 1
+    else:
+        raise ConfigError(
+            f"{model.name} compares images with classes by inner products, for which the mean of a class's embeddings is "
+            f"no centre: train it with the new classes (megaclass train … train.init_centres={model.name})."
+        )
     if same := sorted(set(added) & set(old_names)):
         raise DataError(
             f"{model.name} already knows {len(same)} of the {len(added)} classes of {folder}, such as {same[0]!r}: rename or "

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megaclass.checkpoint.class_names import class_list
 from megaclass.data.decode import Fit
 from megaclass.data.fingerprint import source_hash
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.open_source import open_source
-from megaclass.data.sources.source import ImageSource
-from megaclass.data.tools.pack import PackOptions, PackResult, pack
+from megaclass.data.sources.source import ImageSource, TensorSource, require_one_label
+from megaclass.data.tools.pack import PackOptions, PackResult, distinct_names, pack
 from megaclass.data.tools.split import SplitPart
 from megaclass.errors import DataError
 from megaclass.evaluation.embed import distinct_images, log_bad_images
@@ -46,13 +47,18 @@ def review(
     model: LoadedModel, source: ImageSource, tests: Sequence[Path] = (), fit: Fit | None = None
 ) -> list[LabelFinding]:
     """Embeds all images and returns the findings. tests: labelled images or .bin files whose identities must not be in it."""
+    if isinstance(source, TensorSource):
+        raise DataError(f"Only images are looked at, not {source.describe()}.")
+    require_one_label(source, "A review of labels")
     fit = fit or model.treatment.fit
+    # Opened before anything is embedded: a wrong path shows at once.
+    opened = [_test_images(model, path, fit) for path in tests]
     rows_ND = _embedded(model, SourceImages(source=source, image_size=model.image_size, fit=fit))
     labels_N = np.asarray(source.labels)
     suspects = find_suspects(rows_ND, labels_N, source.num_classes, model.device)
     findings = list(suspects.findings)
-    for path in tests:
-        test_ND, test_labels_N, names = _embedded_test(model, path, fit)
+    for images, test_labels_N, names in opened:
+        test_ND = _embedded(model, images)
         by_class = {one[1]: one for one in find_in_training(test_ND, test_labels_N, rows_ND, labels_N, suspects)}
         findings += [
             LabelFinding(
@@ -63,10 +69,8 @@ def review(
     return findings
 
 
-def _embedded_test(
-    model: LoadedModel, path: Path, fit: Fit | None
-) -> tuple[NDArray[np.float32], NDArray[np.int64], list[str]]:
-    """Returns embeddings, the identity of each and the names of identities; in a .bin each distinct image is one."""
+def _test_images(model: LoadedModel, path: Path, fit: Fit | None) -> tuple[Images, NDArray[np.int64], list[str]]:
+    """Returns images, the identity of each and the names of identities; in a .bin each distinct image is one."""
     images: Images
     if path.suffix == ".bin":
         images = PairImages(pair_set=read_pairs(path), set_name=str(path), image_size=model.image_size, fit=fit)
@@ -76,8 +80,9 @@ def _embedded_test(
         source = open_source(path)
         images = SourceImages(source=source, image_size=model.image_size, fit=fit)
         labels_N = np.asarray(source.labels)
-        names = [f"class {number} of {path}" for number in range(source.num_classes)]
-    return _embedded(model, images), labels_N, names
+        classes = class_list(str(path), source).names()
+        names = [f"class {name.decode(errors='replace')} of {path}" for name in classes]
+    return images, labels_N, names
 
 
 def _embedded(model: LoadedModel, images: Images) -> NDArray[np.float32]:
@@ -153,7 +158,8 @@ def _card(
 def read_list(path: Path, source: ImageSource) -> list[LabelFinding]:
     """Reads the list, which a person may have edited; each mistake is named with its line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Spreadsheets begin a file with a byte order mark. Names may hold the line breaks of other alphabets.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read the list {path}: {error}.") from error
     mark = f"{_MARK}{source_hash(source)}"
@@ -207,19 +213,17 @@ def apply(
 ) -> PackResult:
     """Writes the data as the findings say into a new folder: moved and removed images, merged and removed classes."""
     labels_N = np.array(source.labels, dtype=np.int64)
-    is_kept_N = ~np.isin(labels_N, [one.label for one in findings if one.action == "remove" and one.image < 0])
     for one in findings:
-        if one.action == "remove" and one.image >= 0:
-            is_kept_N[one.image] = False
-        elif one.action == "move":
+        if one.action == "move":
             labels_N[one.image] = one.other
+    merged_C = merged_classes(findings, source.num_classes)
+    removed = [one for one in findings if one.action == "remove"]
+    # Images that are moved to a removed class go with it, and so does a class that is merged with it: it is the same identity.
+    is_kept_N = ~np.isin(merged_C[labels_N], [merged_C[one.label] for one in removed if one.image < 0])
+    is_kept_N[[one.image for one in removed if one.image >= 0]] = False
     if not is_kept_N.any():
         raise DataError(f"Nothing is left of {source.describe()}: the list removes every image.")
-    made = _Relabelled(source, np.flatnonzero(is_kept_N), merged_classes(findings, source.num_classes)[labels_N])
+    made = _Relabelled(source, np.flatnonzero(is_kept_N), merged_C[labels_N])
     # Two sets may call different identities the same.
-    taken: Counter[str] = Counter()
-    text = b""
-    for name in (names[number] for number in made.classes.tolist()):
-        taken[name] += 1
-        text += (name if taken[name] == 1 else f"{name} ({taken[name]})").encode() + b"\n"
+    text = "".join(f"{name}\n" for name in distinct_names([names[number] for number in made.classes.tolist()])).encode()
     return pack(made, out, PackOptions(), class_names=text, on_progress=on_progress)

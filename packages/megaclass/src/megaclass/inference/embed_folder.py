@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from megaclass.data.decode import Fit
 from megaclass.distributed.agreement import on_every_rank_for_long, on_main_rank_for_long, paths_of_main_rank
 from megaclass.errors import DataError
-from megaclass.evaluation.embed import OnProgress, embed_part, log_bad_images, log_resized
+from megaclass.evaluation.embed import embed_part, log_bad_images, log_resized
 from megaclass.evaluation.images import GivenImages, find_images
 from megaclass.inference import LoadedModel
+from megaclass.progress import OnProgress, no_progress
 from megaclass_launch.files import published_file
 from megaclass_launch.ranks.collectives import gather_blocks, group_rank, group_size
 
@@ -54,7 +55,7 @@ def embed_folder(
     batch_size: int = 64,
     num_threads: int = 1,
     group: dist.ProcessGroup | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> EmbeddedFolder:
     """Collective. Writes `out`, float32 (N, D), normalised, and next to it a .txt file with the N paths.
 
@@ -94,9 +95,8 @@ def embed_folder(
                 )
                 with published_file(path) as unfinished:
                     np.save(unfinished, torch.nn.functional.normalize(rows[:, :-1]).cpu().numpy())
-            if on_progress is not None:
-                # Assumes that the other ranks are about as far.
-                on_progress(min(len(paths), done * num_ranks * _CHUNK), len(paths))
+            # Assumes that the other ranks are about as far.
+            on_progress(min(len(paths), done * num_ranks * _CHUNK), len(paths))
 
     on_every_rank_for_long(embed_own, device, group)
     num_resized = int(gather_blocks(torch.tensor([len(images.resized)], device=device), group).sum())

@@ -1,9 +1,8 @@
-"""A gallery to search in: the embeddings of its images, searched exactly or with faiss."""
+"""A gallery to search in: the embeddings of its images."""
 
 import io
-import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from megaclass.errors import DataError
 from megaclass.evaluation.embed import log_bad_images
 from megaclass.evaluation.gallery import read_rows_and_names
 from megaclass.evaluation.images import GivenImages, find_images
-from megaclass.evaluation.search import GalleryShard, search
+from megaclass.evaluation.search import GalleryShard, precision_lock, search
 from megaclass.image_size import has_rows
 from megaclass_launch.files import published_file, write_text
 
@@ -66,9 +65,6 @@ class ImageIndex:
     """(N, D), normalised."""
     fit: Fit | None = None
     """How queries of another size are fitted."""
-    faiss_index: Any = None
-    # The search sets torch's precision of products, which is a setting of the whole process.
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -86,22 +82,12 @@ class ImageIndex:
             raise DataError(f"Cannot search for {k} neighbours: k must be at least 1.")
         rows_PD = self.model.rows(images, fit=self.fit)
         k = min(k, len(self))
-        if self.faiss_index is not None:
-            scores_Pk, places_Pk = self.faiss_index.search(np.ascontiguousarray(rows_PD), k)
-        else:
-            device = self.model.device
-            with self._lock:
-                gallery = GalleryShard(embeddings_ND=self.embeddings_ND)
-                found = search(rows_PD, gallery, k=k, device=device, is_alone=True)
-            scores_Pk, places_Pk = found.other_scores_Pk.cpu().numpy(), found.other_indices_Pk.cpu().numpy()
-        # An approximate index of faiss may find fewer than k, and marks the missing ones with -1.
+        with precision_lock:
+            gallery = GalleryShard(embeddings_ND=self.embeddings_ND)
+            found = search(rows_PD, gallery, k=k, device=self.model.device, is_alone=True)
         return [
-            [
-                Neighbour(path=self.paths[place], similarity=float(score))
-                for score, place in zip(*row, strict=True)
-                if place >= 0
-            ]
-            for row in zip(scores_Pk, places_Pk, strict=True)
+            [Neighbour(path=self.paths[place], similarity=score) for score, place in zip(*row, strict=True)]
+            for row in zip(found.other_scores_Pk.tolist(), found.other_indices_Pk.tolist(), strict=True)
         ]
 
     def save(self, path: str | Path) -> None:
@@ -114,25 +100,20 @@ class ImageIndex:
         write_text(path.with_suffix(".txt"), "".join(f"{name}\n" for name in self.paths))
 
 
-def index_of(model: "LoadedModel", gallery: Any, *, fit: Fit | None, mirror: bool, faiss: str | None) -> ImageIndex:
+def index_of(model: "LoadedModel", gallery: Any, *, fit: Fit | None, mirror: bool) -> ImageIndex:
     """Makes the index of a folder, a list of images, or an .npy file of `megaclass embed`."""
-    if has_rows(model.image_size):
+    paths: Sequence[str]
+    if isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
+        stored_ND, paths = read_rows_and_names(Path(gallery))
+        rows_ND = model.checked_rows(stored_ND)
+    elif has_rows(model.image_size):
         rows_ND = model.embed(gallery)
-        paths: Sequence[str] = [str(number) for number in range(len(rows_ND))]
-    elif isinstance(gallery, str | Path) and Path(gallery).suffix == ".npy":
-        rows_ND, paths = read_rows_and_names(Path(gallery))
-        rows_ND = model.rows(np.asarray(rows_ND))
+        paths = [str(number) for number in range(len(rows_ND))]
     else:
         rows_ND, paths = _embedded(model, listed_images(gallery), fit, mirror)
     if not len(rows_ND):
         raise DataError(f"The gallery {str(gallery)[:80]} holds no image that can be read.")
-    return ImageIndex(
-        model=model,
-        paths=paths,
-        embeddings_ND=rows_ND,
-        fit=fit,
-        faiss_index=None if faiss is None else _faiss_index(rows_ND, faiss),
-    )
+    return ImageIndex(model=model, paths=paths, embeddings_ND=rows_ND, fit=fit)
 
 
 def _embedded(
@@ -145,19 +126,3 @@ def _embedded(
     is_good_N = np.isfinite(rows_ND[:, 0])
     names = [source.name(place) for place in range(len(images))]
     return rows_ND[is_good_N], [name for name, is_good in zip(names, is_good_N, strict=True) if is_good]
-
-
-def _faiss_index(rows_ND: NDArray[np.float32], description: str) -> Any:
-    try:
-        import faiss
-    except ImportError:
-        raise DataError("Search with faiss needs faiss: pip install 'megaclass[retrieval]'") from None
-    try:
-        index = faiss.index_factory(rows_ND.shape[1], description, faiss.METRIC_INNER_PRODUCT)
-        index.train(rows_ND)
-        index.add(rows_ND)
-    except RuntimeError as error:
-        raise DataError(
-            f"faiss cannot build the index {description!r} for {len(rows_ND):,} images: {error}. For example: Flat, HNSW32."
-        ) from error
-    return index

@@ -1,7 +1,6 @@
 """Opens a trained model: a run folder, an exported folder, a model file, or a repository of the Hugging Face Hub."""
 
 import logging
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +48,10 @@ def load(path: str | Path, *, device: str | torch.device = "auto", backbone: str
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = usable_device(device, "megaclass.load")
-    if str(path).startswith(HUB_PREFIX):
-        return replace(load(pull(str(path)), device=device, backbone=backbone), name=str(path))
+    # A Path keeps one slash only.
+    address = str(path).replace("hf:/", HUB_PREFIX, 1) if isinstance(path, Path) else path
+    if address.startswith(HUB_PREFIX):
+        return replace(load(pull(address), device=device, backbone=backbone), name=address)
     path = Path(path)
     if path.is_dir():
         exported = _exported_file(path)
@@ -72,14 +73,8 @@ def _exported_file(folder: Path) -> Path | None:
 
 def _load_file(path: Path, device: torch.device, backbone: str | None) -> LoadedModel:
     said = read_config(path.parent)
-    points, facts = (
-        said.get(key) if said.get("file") == path.name else None for key in ("verification", "classification")
-    )
-    return replace(
-        _open_file(path, device, backbone),
-        points=points if isinstance(points, dict) else {},
-        stated_class_facts=facts if isinstance(facts, dict) else {},
-    )
+    facts = {key: said[key] for key in ("verification", "classification") if isinstance(said.get(key), dict)}
+    return replace(_open_file(path, device, backbone), stated_facts=facts if said.get("file") == path.name else {})
 
 
 def _open_file(path: Path, device: torch.device, backbone: str | None) -> LoadedModel:
@@ -121,9 +116,9 @@ def read_run_state(run: Path) -> tuple[Path, dict[str, Tensor]]:
 def _load_run(run: Path, device: torch.device, backbone: str | None) -> LoadedModel:
     path, state = read_run_state(run)
     if path.is_dir():
-        settings = _settings_of(path)
+        settings = read_manifest(path).settings
         shape = _shape_of_run(run, path, state, settings, backbone)
-        treatment = ImageTreatment.of(_section(settings, "data"))
+        treatment = ImageTreatment.of(settings.get("data", {}))
     else:
         said = _read_safetensors(path)[1]
         shape, treatment = _stated_shape(state, said, path, backbone), ImageTreatment.of(said)
@@ -133,9 +128,9 @@ def _load_run(run: Path, device: torch.device, backbone: str | None) -> LoadedMo
 def _shape_of_run(
     run: Path, path: Path, state: dict[str, Tensor], settings: Mapping[str, Any], backbone: str | None
 ) -> BackboneShape:
-    own = _section(settings, "backbone")
+    own = settings.get("backbone", {})
     name = str(own.get("name", ""))
-    size = _stated_size(_section(settings, "data").get("size"))
+    size = _stated_size(settings.get("data", {}).get("size"))
     if backbone is None and (is_built_in(name) or (not may_be_named_by_file(name) and ":" not in name)):
         return recognise(state, str(path), size)
     # Of timm, or the user's own: its width is in the settings, its input size there or in the metadata of its exported weights.
@@ -145,18 +140,6 @@ def _shape_of_run(
     if size := size or own_size(name):
         stated["image_size"] = size_to_text(compact_size(height_and_width(size)))
     return _stated_shape(state, stated, path, backbone)
-
-
-def _settings_of(checkpoint: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_manifest(checkpoint).config)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"The settings in {checkpoint} cannot be read: {error}.") from error
-
-
-def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = settings.get(name, {})
-    return section if isinstance(section, dict) else {}
 
 
 def _stated_size(given: object) -> ImageSize | None:

@@ -23,7 +23,6 @@ from megaclass.errors import CheckpointError, DataError
 from megaclass.evaluation.centres import CENTRES_FILE, ClassShard, ModelCentres, read_exported_centres, read_run_centres
 from megaclass.evaluation.embed import OnBad, embed_part
 from megaclass.evaluation.images import GivenImages, Images, Samples
-from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.classification import no_centres
 from megaclass.evaluation.results import NUMBERS_FILE, read_results, weights_in
 from megaclass.image_size import ImageSize, compact_size, has_rows, height_and_width, input_shape, shown_size
@@ -138,11 +137,8 @@ class LoadedModel:
     """How training prepared images."""
     run: Path | None = None
     """Folder of the run, whose evaluation has the thresholds; None for a model file."""
-    points: Mapping[str, Any] = field(default_factory=dict)
-    """Thresholds by evaluation set, as config.json of an exported model states them."""
-
-    stated_class_facts: Mapping[str, Any] = field(default_factory=dict)
-    """Temperature and rejection of classification, as config.json of an exported model states them."""
+    stated_facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """See `facts`; as config.json of an exported model states them."""
 
     def __repr__(self) -> str:
         size = f"{'samples' if has_rows(self.image_size) else 'images'} of {shown_size(self.image_size)}"
@@ -286,52 +282,51 @@ class LoadedModel:
         self,
         gallery: ImageInput | Sequence[ImageInput],
         *,
-        faiss: str | None = None,
         resize: bool = False,
         fit: Fit | None = None,
     ) -> ImageIndex:
         """Embeds a gallery to search in: a folder, a list of images, or an .npy file of `megaclass embed`.
 
         Images that cannot be read are left out and logged.
-
-        faiss: None searches exactly, with torch. A description for faiss's index_factory, such as "Flat" or "HNSW32",
-        searches with faiss (megaclass[retrieval]).
         """
         fit, mirror = self.treatment.chosen(fit, None, resize=resize)
-        return index_of(self, gallery, fit=fit, mirror=mirror, faiss=faiss)
+        return index_of(self, gallery, fit=fit, mirror=mirror)
 
     @functools.cached_property
-    def _results(self) -> Sequence[SetResult] | None:
-        """The run's evaluation of these weights; None if there is none."""
+    def facts(self) -> Mapping[str, Mapping[str, Any]]:
+        """Results of an evaluation of these weights, from the run or from config.json of an exported model.
+
+        verification: thresholds and their rates by evaluation set. classification: temperature and rejection.
+        """
         if self.run is None or not (self.run / NUMBERS_FILE).is_file():
-            return None
+            return self.stated_facts
         if weights_in(self.run) != self.fingerprint():
             _logger.warning(
                 f"The evaluation in {self.run} is of other weights: it gives no thresholds. Evaluate again."
             )
-            return None
-        return read_results(self.run)
+            return {}
+        results = read_results(self.run)
+        return {"verification": points_of_results(results), "classification": facts_of_results(results)}
 
     @property
     def known_thresholds(self) -> Mapping[str, Any]:
-        """Thresholds and their rates by evaluation set, from the run's evaluation or an exported model's config.json."""
-        return self.points if self._results is None else points_of_results(self._results)
+        """Thresholds and their rates by evaluation set."""
+        return self.facts.get("verification", {})
 
     @property
-    def class_facts(self) -> Mapping[str, Any]:
-        """Temperature and rejection, from the run's evaluation or an exported model's config.json."""
-        return self.stated_class_facts if self._results is None else facts_of_results(self._results)
+    def has_centres(self) -> bool:
+        """False for a model that cannot classify: a backbone without the class centres of its training."""
+        return self.path.is_dir() or (self.path.parent / CENTRES_FILE).is_file()
 
     @functools.cached_property
     def centres(self) -> ModelCentres:
         """The class centres: of the run's checkpoint, or of the centres.safetensors next to an exported model."""
-        file = self.path.parent / CENTRES_FILE
-        if file.is_file() and not self.path.is_dir():
-            found = read_exported_centres(file)
-        elif self.run is not None and self.path.is_dir():
+        if not self.has_centres:
+            raise DataError(no_centres(self.name))
+        if self.run is not None and self.path.is_dir():
             found = read_run_centres(self.run)
         else:
-            raise DataError(no_centres(self.name))
+            found = read_exported_centres(self.path.parent / CENTRES_FILE)
         width = found.rows(0, 1).shape[1]
         if width != self.embedding_dim and (found.is_cosine or width != self.embedding_dim + 1):
             raise DataError(
@@ -395,10 +390,13 @@ class LoadedModel:
         """Returns rows of images, or of embeddings that the caller has already; normalised unless told otherwise."""
         array = given.detach().cpu().numpy() if isinstance(given, Tensor) else given
         # A model of features takes numbers itself, so they are not embeddings.
-        is_rows = isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.ndim <= 2
-        is_rows = is_rows and not has_rows(self.image_size)
-        if not is_rows:
-            return self.embed(cast(ImageInput, given), normalise=normalise, **embedding)
+        takes_numbers = has_rows(self.image_size)
+        if not takes_numbers and isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.ndim <= 2:
+            return self.checked_rows(array, normalise=normalise)
+        return self.embed(cast(ImageInput, given), normalise=normalise, **embedding)
+
+    def checked_rows(self, array: NDArray[Any], *, normalise: bool = True) -> NDArray[np.float32]:
+        """Returns embeddings that the caller has already; normalised unless told otherwise."""
         rows_ND = np.atleast_2d(np.asarray(array, dtype=np.float32))
         norms_N1 = np.linalg.norm(rows_ND, axis=1, keepdims=True)
         if rows_ND.shape[1] != self.embedding_dim or not (np.isfinite(norms_N1) & (norms_N1 > 0)).all():

@@ -31,7 +31,7 @@ from megaclass.evaluation.centres import ClassShard
 from megaclass.evaluation.protocol import Evaluator, SetResult
 from megaclass.evaluation.results import headline
 from megaclass.evaluation.sets import evaluate_sets, sets_in_training, sets_of_main_rank
-from megaclass.progress import Bar, bar_on_demand, progress_bar
+from megaclass.progress import bar_on_demand
 from megaclass.training.class_means import place_centres
 from megaclass.training.commits import Change, Commits
 from megaclass.training.metrics import check_finite
@@ -119,7 +119,6 @@ def work_between_steps(
         # From the first step on, the ranks that are left after a loss can continue.
         with own_status().long_work("commit"):
             commits.commit(model, at.done, run.device)
-    bar = held.enter_context(progress_bar("training", at.num_steps, start=at.done, is_shown=is_main))
     if is_main:
         # A request that came too late for an earlier start is forgotten.
         run.folder.take_end_request()
@@ -128,7 +127,6 @@ def work_between_steps(
         PlaceCentres(**shared, is_due=lambda: at.is_last),
         Evaluate(**shared),
         ReportMetrics(**shared, signals=signals, commits=commits, send_row=send_row),
-        ShowProgress(**shared, bar=bar),
         *([Commit(**shared, commits=commits)] if commits is not None else []),
         PlaceCentres(**shared, is_due=lambda: at.stop is Stop.EARLY),
         Save(**shared, writer=writer),
@@ -144,7 +142,10 @@ class PlaceCentres(Work):
     def after_step(self, at: Position, due: StepDuties) -> None:
         if self.is_due():
             with self.observer.paused("class means"):
-                place_centres(self.run, self.model)
+                have_moved = place_centres(self.run, self.model)
+            if have_moved:
+                # Those of an evaluation before belong to other centres.
+                at.results = None
 
 
 @dataclass(kw_only=True)
@@ -230,16 +231,6 @@ class ReportMetrics(Work):
             f"{self.accuracies[best]:.2%} (train.patience={patience})."
         )
         return True
-
-
-@dataclass(kw_only=True)
-class ShowProgress(Work):
-    """Moves the progress bar."""
-
-    bar: Bar
-
-    def after_step(self, at: Position, due: StepDuties) -> None:
-        self.bar.advance_to(at.done, at.detail)
 
 
 @dataclass(kw_only=True)

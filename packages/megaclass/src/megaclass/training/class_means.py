@@ -73,15 +73,15 @@ def mean_weight(config: Config, source: ImageSource) -> float:
     return weight / math.sqrt(max(last_rate, _LOWEST_RATE))
 
 
-def place_centres(run: Run, model: Model) -> None:
-    """Collective, after the last step. Turns each centre towards the mean of its images' embeddings; lengths stay.
+def place_centres(run: Run, model: Model) -> bool:
+    """Collective, after the last step. Turns each centre towards the mean of its images' embeddings; returns whether it did.
 
-    The new direction is that of (unit centre + mean_weight() * unit mean). An error leaves the centres as they are: it
-    must not cost the training. Traffic as above. Memory: as many float32 numbers as there are centres on this rank.
+    The new direction is that of (unit centre + mean_weight() * unit mean); lengths stay. An error leaves the centres as they
+    are: it must not cost the training. Traffic as above. Memory: as many float32 numbers as there are centres on this rank.
     """
     weight = mean_weight(run.config, run.source)
     if not weight:
-        return
+        return False
     # With local batch norm each rank has statistics of its own; the exported model has their average.
     average_buffers_(model.backbone)
     try:
@@ -90,13 +90,14 @@ def place_centres(run: Run, model: Model) -> None:
     except (UserError, OSError) as error:
         if run.world.is_main:
             _logger.warning(f"the centres stay as they were trained, because their class means failed: {error}")
-        return
+        return False
     model.head.store.turn_to_(sums_KD, weight)
     if run.world.is_main:
         _logger.info(
             f"the centres were moved towards the means of their classes, which count {weight:.3g} times as much as the "
             f"trained directions (train.mean_weight)."
         )
+    return True
 
 
 def _check_room(model: Model) -> None:
@@ -153,7 +154,7 @@ def _sum_by_class(run: Run, model: Model, network: nn.Module, data_errors: DataE
                 if loaded.treatment is None
                 else (normalise(loaded.images.to(device)).to(memory_format=torch.channels_last),)
             )
-            with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
+            with model.precision.autocast(device):
                 some = len(loaded.labels) > 0
                 embeddings_BD = network(*inputs) if some else torch.zeros((0, width), device=device)
             unit_BD = F.normalize(embeddings_BD.float())

@@ -20,7 +20,7 @@ from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.checkpoint.tensor_file import DTYPE_NAMES
 from megaclass.distributed.agreement import gather_texts
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.head.centres import class_range
+from megaclass.head.centres import ClassRange, class_range
 from megaclass.training.model.build import Model, generator_states, restore_generators
 from megaclass_launch.elastic import Assignment, ElasticWorker
 from megaclass_launch.errors import ConnectionLostError
@@ -354,17 +354,16 @@ class Commits:
         place.shared = place.shared_copy.take(model.shared_state())
         place.rows = place.rows_copy.take(rows)
         place.generators = generator_states(device)
-        source = (rank - self._distance) % size
-        kept = class_range(head.num_classes, source, size) if size > 1 else class_range(1, 0, 1)
+        own, kept = head.classes, ClassRange(0, 0)
         if size > 1:
-            num_rows = len(kept) * head.store.num_subcentres
-            place.kept = place.kept_copy.reserve(rows, num_rows)
+            source = (rank - self._distance) % size
+            kept = class_range(head.num_classes, source, size)
+            place.kept = place.kept_copy.reserve(rows, len(kept) * head.store.num_subcentres)
             swap_rows(rows, place.kept, to=(rank + self._distance) % size, source=source, device=device)
         place.shared_copy.wait()
         place.rows_copy.wait()
-        kept_classes = (kept.start, kept.stop) if size > 1 else (0, 0)
-        own = head.classes
-        return HeldCommit(self._joined.generation, step, head.num_classes, own.start, own.stop, *kept_classes)
+        classes = own.start, own.stop, kept.start, kept.stop
+        return HeldCommit(self._joined.generation, step, head.num_classes, *classes)
 
     def take_seconds(self) -> float:
         """Returns the seconds spent on commits since the last call."""

@@ -20,7 +20,7 @@ from megaclass.data.decode import Fit, decode_image
 from megaclass.data.pair_file import read_pairs
 from megaclass.data.sources.source import ImageSource, TensorSource
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import CentreHealth, names_of, read_run_centres
+from megaclass.evaluation.centres import CentreHealth, read_run_centres
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.protocols.pairs import PairProtocol, result_of_pairs, score_pixels
 from megaclass.evaluation.report.from_runs import BASELINES_FOLDER, measured_centres, report_of_runs, write_faces
@@ -41,7 +41,7 @@ from megaclass_launch.files import make_private_folder, write_text
 from megaclass_launch.messages import wrapped
 
 _logger = logging.getLogger("megaclass.training")
-_BASELINE = "pixel_baseline_accuracy"
+_BASELINE, _BASELINE_NAME = "pixel_baseline_accuracy", "raw pixels"
 _SUBCENTRES_FILE = "subcentres.tsv"
 # Faces in the report: classes, and images of each.
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 6, 8
@@ -127,7 +127,7 @@ def finish_run(run: Run, model: Model, network: nn.Module, outcome: TrainingResu
 def _write_minor_subcentres(run: Run, found: tuple[int, int, list[tuple[int, int, int]]]) -> str:
     """Writes the classes that have most images in minor sub-centres, which are often mislabelled; returns a summary."""
     num_images, num_minor, rows = found
-    names = names_of(run.classes, [label for label, _, _ in rows])
+    names = run.classes.names_of([label for label, _, _ in rows])
     lines = [f"{names[label]}\t{images}\t{minor / images:.4f}" for label, images, minor in rows]
     text = "\n".join(["class\timages of the last epoch\tshare in minor sub-centres", *lines, ""])
     write_text(run.folder.path / _SUBCENTRES_FILE, text, is_private=True)
@@ -147,7 +147,7 @@ def _examine_images(run: Run, network: nn.Module, centres: CentreHealth | None) 
             image_size=compact_size(run.image_size),
             fit=run.config.data.fit,
             device=run.device,
-            shown_classes={number for pair in centres.closest_numbers for number in pair},
+            shown_classes={number for pair in centres.closest_pairs for number in pair},
             on_progress=on_progress,
         )
     write_training_images(run.folder.path, found)
@@ -165,9 +165,9 @@ def _optional(what: str) -> Iterator[None]:
 def _write_baseline(folder: Path, result: SetResult, image_size: ImageSize, fit: Fit) -> float:
     """Writes what raw pixels achieve on the same pairs, which any model must beat; returns their accuracy."""
     scored = score_pixels(read_pairs(Path(result.path)), image_size=image_size, fit=fit, name=result.path)
-    baseline = result_of_pairs(result.name, result.path, scored, pictures=None)
+    baseline = result_of_pairs(result.name, result.path, scored, encoded=None)
     make_private_folder(folder / BASELINES_FOLDER)
-    write_results(folder / BASELINES_FOLDER / scored.name, {"baseline": scored.name}, [baseline])
+    write_results(folder / BASELINES_FOLDER / _BASELINE_NAME, {"baseline": _BASELINE_NAME}, [baseline])
     return scored.verification.accuracy
 
 

@@ -49,10 +49,6 @@ _JOIN_S = 60.0
 """All members were ready when the generation was published: longer means that one of them is gone."""
 
 
-class JoinError(ConnectionLostError):
-    """This process and the others could not form a process group: most likely one of them is gone."""
-
-
 def through_generations(worker: ElasticWorker, train: Callable[[Assignment], int | None]) -> int:
     """Calls `train` in every generation; returns its exit code. None means that all ranks have left the generation.
 
@@ -104,12 +100,13 @@ def joined_group(worker: ElasticWorker, here: Assignment, device_name: str) -> I
             device = held.enter_context(group)
         except (UserError, RuntimeError) as error:
             own.end()
-            raise JoinError(str(error)) from error
+            # Most likely one of the others is gone.
+            raise ConnectionLostError(str(error)) from error
         own.note_sockets()
         if worker.is_broken():
             # The news came while NCCL's group was being created, which end() has not seen.
             end()
-            raise JoinError("a member was lost while the group was being formed")
+            raise ConnectionLostError("a member was lost while the group was being formed")
         try:
             yield device
         except BaseException:

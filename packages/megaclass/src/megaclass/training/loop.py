@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megaclass.checkpoint.save import CheckpointWriter
 from megaclass.data.loading.choose import available_cores
 from megaclass.evaluation.protocol import SetResult
+from megaclass.progress import progress_bar
 from megaclass.training.between_steps import Position, work_between_steps
 from megaclass.training.commits import Commits
 from megaclass.training.model.build import Model
@@ -66,6 +67,7 @@ def train(
     model.parallel.train()
     with ExitStack() as held:
         works = work_between_steps(run, model, at, observer, writer, signals, commits, held)
+        bar = held.enter_context(progress_bar("training", at.num_steps, start=at.done, is_shown=run.world.is_main))
         for step, batch in enumerate(observer.batches(batches), start=first_step):
             duties = schedule.duties(step)
             # The result stays on the device: the host queues further steps while the GPU still works on this one.
@@ -90,6 +92,7 @@ def train(
             at.step_done(duties)
             for work in works:
                 work.after_step(at, duties)
+            bar.advance_to(at.done, at.detail)
             if at.is_over:
                 # The checkpoint is on its way: what the run has done is not lost.
                 break

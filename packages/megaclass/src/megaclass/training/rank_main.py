@@ -203,23 +203,7 @@ def train_in_group(context: RankContext, device: torch.device) -> tuple[Run, Mod
     if commits is not None:
         commits.has_begun = True
     if says:
-        _logger.info(run.source.describe())
-        _logger.info(sizes)
-        if device.type == "cuda":
-            _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
-        has_images = not isinstance(run.source, TensorSource)
-        if (
-            has_images
-            and Path(config.data.path).exists()
-            and not sets_in_training(config.data.path, config.train.evaluate_sets)
-        ):
-            _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
-        if config.optimizer.warmup_epochs >= config.train.epochs:
-            _logger.warning(
-                f"optimizer.warmup_epochs is {config.optimizer.warmup_epochs:g}, and the run has {config.train.epochs:g} "
-                f"epochs: the learning rate rises until the last step and never falls. Set optimizer.warmup_epochs=0, or train "
-                f"longer."
-            )
+        _announce_start(run, sizes)
     with run.events.ending_noted(is_elastic=commits is not None):
         outcome = _train_and_save(run, model, first_step, commits)
     if run.loader.bad_images.num_bad:
@@ -250,13 +234,31 @@ def _build(run: Run) -> Model:
         # A start takes from five to fifteen seconds (benchmarks/startup.md): say what is being waited for.
         _logger.info(f"building {config.backbone.name} and {run.source.num_classes:,} class centres …")
     model = build_model(config, run.source, world, device)
-    on_every_rank(lambda: check_dtypes(model.shared_state()), device)
+    on_every_rank(lambda: check_dtypes(model.backbone.state_dict(prefix="backbone.")), device)
     num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
     _logger.debug(
         f"rank {world.rank}: {config.backbone.name} with {num_parameters:,} parameters in {model.precision.dtype}, "
         f"{len(model.head.classes):,} of {model.head.num_classes:,} classes"
     )
     return model
+
+
+def _announce_start(run: Run, sizes: str) -> None:
+    """Rank 0. Says what is trained on, and what the user may have overlooked."""
+    config = run.config
+    _logger.info(run.source.describe())
+    _logger.info(sizes)
+    if run.device.type == "cuda":
+        _logger.info("the first step compiles programs for the GPU, unless they are in the cache of Triton …")
+    has_images = not isinstance(run.source, TensorSource) and Path(config.data.path).exists()
+    if has_images and not sets_in_training(config.data.path, config.train.evaluate_sets):
+        _logger.info(f"no accuracy will be measured, because {how_to_verify(config.data.path)[0]}")
+    if config.optimizer.warmup_epochs >= config.train.epochs:
+        _logger.warning(
+            f"optimizer.warmup_epochs is {config.optimizer.warmup_epochs:g}, and the run has {config.train.epochs:g} "
+            f"epochs: the learning rate rises until the last step and never falls. Set optimizer.warmup_epochs=0, or train "
+            f"longer."
+        )
 
 
 def _announce_fallback(first_step: int, commits: Commits) -> None:

@@ -98,7 +98,7 @@ def _forward_backward(
         with nullcontext() if part == num_parts - 1 else model.parallel.no_sync():
             clock.begin("forward")
             inputs = batch.inputs(device, here)
-            with torch.autocast(device.type, model.precision.dtype, enabled=model.precision.uses_autocast):
+            with model.precision.autocast(device):
                 embeddings = model.parallel(*inputs)
             loss = model.head(embeddings, labels[here])
             total = loss

@@ -9,7 +9,7 @@
 
     train(state)
 
-common.py has what does not depend on torch; docs/elastic.md explains what happens when ranks come and go.
+horovod/common/elastic.py has what does not depend on torch; docs/elastic.md explains what happens when ranks come and go.
 """
 
 from horovod.common.basics import init, shutdown

@@ -3,12 +3,12 @@
 import math
 import multiprocessing
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from megaclass.data.loading.pool import LoaderSettings
 from megaclass.data.sources.open_source import format_of
 from megaclass_launch.errors import ConfigError
 from megaclass_launch.operating_system import num_cores
@@ -18,6 +18,14 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _MAX_PROCESSES = 8
 # The thread of the training loop, and those of NCCL, autograd and the checkpoint writer.
 _CORES_OF_TRAINING = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """Place of the data, and number of processes that read it."""
+
+    path: str
+    num_processes: int
 
 
 def choose_processes(

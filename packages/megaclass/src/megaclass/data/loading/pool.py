@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from megaclass.data.loading.choose import LoaderSettings
 from megaclass.data.loading.reader import BadImages, BatchPlan, BatchReader
 from megaclass.data.sources.open_source import open_source
 from megaclass.errors import DataError
@@ -74,19 +75,6 @@ _MAX_REPORTS = 32
 
 Piece = tuple[int, int, int]
 """A step, counted across epochs, and the rows [first, stop) of this rank's batch that one worker fills."""
-
-
-def num_slots(batch_bytes: int) -> int:
-    """Returns how many batches of this size the shared memory of the loader processes of one rank holds."""
-    return min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // batch_bytes)) + _NUM_HELD
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderSettings:
-    """Place of the data, and number of processes that read it."""
-
-    path: str
-    num_processes: int
 
 
 BatchTensors = tuple[Tensor, Tensor, NDArray[np.int64], Tensor]
@@ -224,10 +212,15 @@ def _run_worker(
 ) -> None:
     """Runs the worker's loop in a thread; the main thread ends the process when its rank closes the lifeline or is gone."""
     threading.Thread(target=_loop_or_exit, args=(loop, arguments), name="decode", daemon=True).start()
-    with contextlib.suppress(ProcessLookupError):
+    watched: list[Any] = [lifeline]
+    try:
         # The pipe alone is not enough: a process that the rank had forked may still hold its other end.
-        rank_handle = os.pidfd_open(rank)
-        connection.wait([lifeline, rank_handle])
+        watched.append(os.pidfd_open(rank))
+    except ProcessLookupError:
+        os._exit(0)
+    except OSError:
+        pass  # Kernels before 5.3 and some containers do not have it.
+    connection.wait(watched)
     # Without waiting for a thread that may be inside a decoder.
     os._exit(0)
 
@@ -325,7 +318,7 @@ class LoaderProcesses:
         self._settings, self._reader, self._bad_images = settings, reader, bad_images
         plan = reader.plan
         height, width = plan.image_size
-        slots = num_slots(plan.max_rows * height * width * 3)
+        slots = _NUM_HELD + min(_MAX_AHEAD, max(_MIN_AHEAD, _AHEAD_BYTES // (plan.max_rows * height * width * 3)))
         # A batch is cut into pieces: the first one is there sooner than with a batch per process, and fewer slots suffice.
         self._num_pieces = max(1, min(settings.num_processes, plan.max_rows // _MIN_PIECE_ROWS))
         num_ahead = (slots - _NUM_HELD) * self._num_pieces

@@ -139,19 +139,20 @@ class BatchReader:
             raise DataError(f"Cannot decode {self.source.name_of(index)}: {self.crashes[index]}.")
         # Before the read, which may block for long: the table names the image if the process is killed meanwhile.
         self._on_image(index)
-        encoded = self._read(index)
+        encoded = read_image(self.source, index)
         return decode_into(out_HW3, encoded, self.source.name_of(index), self.plan.fit)
 
-    def _read(self, index: int) -> bytes:
-        """Reads an image, and again after errors that may pass (an I/O error, too many open files)."""
-        for pause_s in _READ_AGAIN_S:
-            try:
-                return self.source.read(index)
-            except (DataError, OSError) as error:
-                if not is_transient(error):
-                    raise
-                time.sleep(pause_s)
-        return self.source.read(index)
+
+def read_image(source: ImageSource, index: int) -> bytes:
+    """Reads an image, and again after errors that may pass (an I/O error, too many open files)."""
+    for pause_s in _READ_AGAIN_S:
+        try:
+            return source.read(index)
+        except (DataError, OSError) as error:
+            if not is_transient(error):
+                raise
+            time.sleep(pause_s)
+    return source.read(index)
 
 
 class BadImages:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import mmap
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +26,7 @@ from megaclass_launch.files import published_file
 
 _HEADER_BYTES = 4096
 # Raised whenever the meaning of a column changes, so older files are written again.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Columns:
     """Mapped, read-only columns, and the facts that the builder returned."""
 
     facts: dict[str, Any]
-    arrays: tuple[NDArray[np.int64], ...]
+    arrays: Sequence[NDArray[np.int64]]
     why_uncached: str = ""
     """Reason why there is no cache file; empty: there is one."""
 
@@ -47,33 +44,12 @@ def describe_uncached(why: str) -> str:
     return f"; not cached, so every process collects index and labels itself ({why})" if why else ""
 
 
-class ColumnWriter:
-    """Appends rows block by block, so a build never holds all of them in memory."""
-
-    def __init__(self, files: Sequence[IO[bytes]]) -> None:
-        self._files = files
-        self.num_rows = 0
-
-    def append(self, *columns: NDArray[np.int64]) -> None:
-        assert len(columns) == len(self._files) and len({len(column) for column in columns}) == 1
-        for file, column in zip(self._files, columns, strict=True):
-            try:
-                file.write(np.ascontiguousarray(column, dtype="<i8").data)
-            except OSError as error:
-                # Builders also read files: their errors must not be mistaken for a full disk here.
-                raise _NoRoomError(error) from error
-        self.num_rows += len(columns[0])
-
-
-class _NoRoomError(Exception):
-    """The cache file cannot be written."""
-
-
-Build = Callable[[ColumnWriter], dict[str, Any]]
+Build = Callable[[], tuple[dict[str, Any], Sequence[NDArray[np.int64]]]]
+"""Collects the facts and the columns."""
 
 
 def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: Build) -> Columns:
-    """Returns the columns that `build` writes, from the cache if it is valid for the files `made_of`.
+    """Returns what `build` collects, from the cache if it is valid for the files `made_of`.
 
     `name` is the name of the cache file next to the first of `made_of`. If several processes ask at once, one builds and the
     others wait for it.
@@ -84,21 +60,26 @@ def cached_columns(name: str, made_of: Sequence[Path], num_columns: int, build: 
         found = _open(folder / name, stamp)
         if found is not None:
             return found
-    reasons = []
+    built, reasons = None, []
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = folder / f".{name}.lock"
             with locked(lock):
                 try:
-                    return _open(folder / name, stamp) or _build(folder, name, stamp, build)
+                    found = _open(folder / name, stamp)
+                    if found is not None:
+                        return found
+                    built = built or build()
+                    _write(folder / name, stamp, *built)
+                    return _open(folder / name, stamp) or Columns(*built)
                 finally:
                     # Data folders stay clean. At worst two processes then build at once, and both write the same.
-                    lock.unlink(missing_ok=True)
-        except (OSError, _NoRoomError) as error:
-            cause = error.__cause__ if isinstance(error, _NoRoomError) else error
-            reasons.append(f"{folder}: {getattr(cause, 'strerror', None) or cause}")
-    return _build_in_memory(num_columns, build, "; ".join(reasons))
+                    with contextlib.suppress(OSError):  # Windows keeps an open file
+                        lock.unlink()
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+    return Columns(*(built or build()), "; ".join(reasons))
 
 
 def _stamp(paths: Sequence[Path]) -> str:
@@ -118,37 +99,23 @@ def _stamp(paths: Sequence[Path]) -> str:
 def _cache_folders(data: Path) -> list[Path]:
     """Returns the folder of the data, then one in the user's cache folder, if the user has one."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME and an unknown user, as in containers
+        return [data, user_cache() / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
+    except RuntimeError:
         return [data]
-    return [data, base / "megaclass" / hashlib.sha256(str(data.resolve()).encode()).hexdigest()[:16]]
 
 
-def _build(folder: Path, name: str, stamp: dict[str, Any], build: Build) -> Columns:
-    num_columns = stamp["columns"]
-    with published_file(folder / name) as unfinished, contextlib.ExitStack() as opened:
-        first = opened.enter_context(unfinished.open("r+b"))
-        first.write(b" " * _HEADER_BYTES)
-        rest = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(num_columns - 1)]
-        writer = ColumnWriter([first, *rest])
-        facts = build(writer)
-        for column in rest:
-            column.seek(0)
-            shutil.copyfileobj(column, first, 2**22)
-        header = json.dumps({**stamp, "num_rows": writer.num_rows, "facts": facts}).encode() + b"\n"
-        assert len(header) <= _HEADER_BYTES
-        first.seek(0)
-        first.write(header)
-    found = _open(folder / name, stamp)
-    if found is None:
-        raise DataError(f"The cache {folder / name} changed while it was written: does another program write there?")
-    return found
+def user_cache() -> Path:
+    """Returns the package's folder in the user's cache. RuntimeError: no HOME and an unknown user, as in containers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaclass"
 
 
-def _build_in_memory(num_columns: int, build: Build, why: str) -> Columns:
-    columns = [io.BytesIO() for _ in range(num_columns)]
-    facts = build(ColumnWriter(columns))
-    return Columns(facts, tuple(np.frombuffer(column.getbuffer().toreadonly(), dtype="<i8") for column in columns), why)
+def _write(path: Path, stamp: dict[str, Any], facts: dict[str, Any], arrays: Sequence[NDArray[np.int64]]) -> None:
+    header = json.dumps({**stamp, "num_rows": len(arrays[0]), "facts": facts}).encode() + b"\n"
+    assert len(header) <= _HEADER_BYTES
+    with published_file(path) as unfinished, unfinished.open("wb") as file:
+        file.write(header.ljust(_HEADER_BYTES))
+        for array in arrays:
+            file.write(np.ascontiguousarray(array, dtype="<i8").data)
 
 
 def _open(path: Path, stamp: dict[str, Any]) -> Columns | None:
@@ -167,8 +134,8 @@ def _open(path: Path, stamp: dict[str, Any]) -> Columns | None:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError, RecursionError):
         return None
-    arrays = tuple(
+    arrays = [
         np.frombuffer(mapped, dtype="<i8", count=num_rows, offset=_HEADER_BYTES + 8 * num_rows * column)
         for column in range(stamp["columns"])
-    )
+    ]
     return Columns(facts, arrays)

@@ -7,6 +7,7 @@ To add a format from outside the package, insert its class: `FORMATS.insert(0, M
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -121,6 +122,8 @@ def format_of(path: Path | str) -> SourceFormat:
 
 def _prepared(path: str) -> str:
     """Returns the path of the local data."""
+    # An address that was a Path has one slash left of two; debug:/data is none.
+    path = re.sub("^(?!debug:)([a-zA-Z][a-zA-Z0-9+.-]+):/(?!/)", r"\1://", path)
     if is_remote(path) and "," not in path:
         address, choices = split_choices(path)
         query = "&".join(f"{name}={value}" for name, value in choices.items())

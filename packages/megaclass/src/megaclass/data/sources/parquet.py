@@ -12,13 +12,18 @@ import contextlib
 import json
 import logging
 import re
+import shutil
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+import numpy as np
+
 from megaclass.data.decode import image_dimensions
+from megaclass.data.sources.files import require_plausible_labels
 from megaclass.data.sources.recordio import MAX_EXACT_LABEL, RecordWriter, image_record
 from megaclass.data.sources.records import LABELS_IN_ID2
 from megaclass.data.sources.remote import cache_folder
@@ -58,6 +63,9 @@ def as_records(path: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with locked(folder.with_name(f".{folder.name}.lock")):
             if not folder.is_dir():
+                # What killed processes have left.
+                for left in folder.parent.glob(f".{folder.name[:16]}*.tmp"):
+                    shutil.rmtree(left)
                 _logger.info(f"converting {len(files)} files of {place} to {folder}")
                 with published_folder(folder) as unfinished:
                     _convert(_Table.of(files, choices), unfinished)
@@ -82,7 +90,8 @@ def _of_split(folder: Path, split: str | None) -> list[Path]:
     if split is None and len({*splits}) > 1 and "train" in splits:
         split = "train"
     wanted = [file for file, name in zip(files, splits, strict=True) if name == split]
-    is_numbered = all(re.search(r"\d", file.stem) for file in files)
+    # Such as 0000.parquet, 0001.parquet.
+    is_numbered = all(re.search(r"\d", name) for name in splits)
     if split is None and (len({*splits}) == 1 or is_numbered):
         return files
     if not wanted:
@@ -173,24 +182,26 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _convert(table: _Table, folder: Path) -> None:
-    names, number_of = table.class_names, None
-    largest, num_rows = -1, 0
-    texts: set[str] = set()
+    names, labels = table.class_names, array("q")
+    # Number of each text in the order of the rows.
+    texts: dict[str, int] = {}
     for where, (label,) in table.rows(table.label):
-        num_rows += 1
-        if isinstance(label, str):
-            texts.add(label)
-        elif isinstance(label, int) and label >= 0:
-            largest = max(largest, label)
-        else:
+        is_number = isinstance(label, int) and 0 <= label < 2**63
+        if not (is_number or isinstance(label, str)):
             raise DataError(f"{where} has {label!r} as {table.label}: expected a class, an integer from 0 or a text.")
-    if texts:
-        if largest >= 0:
+        if labels and is_number == bool(texts):
             raise DataError(f"The column {table.label} of {table.files[0].parent} mixes texts and numbers.")
+        labels.append(label if is_number else texts.setdefault(label, len(texts)))
+    if not labels:
+        raise DataError(f"{table.files[0]} has no rows.")
+    labels_N = np.array(labels, dtype=np.int64)
+    if texts:
         names = sorted(texts)
         number_of = {name: number for number, name in enumerate(names)}
-    if not num_rows:
-        raise DataError(f"{table.files[0]} has no rows.")
+        labels_N = np.array([number_of[text] for text in texts])[labels_N]
+    if names is None:
+        require_plausible_labels(labels_N, lambda row: f"Row {row} of {table.files[0].parent}")
+    largest = int(labels_N.max())
     num_classes = len(names) if names is not None else largest + 1
     if largest >= num_classes:
         raise DataError(f"{table.files[0]} has class {largest}, but names {num_classes} classes.")
@@ -199,17 +210,20 @@ def _convert(table: _Table, folder: Path) -> None:
         (folder / CLASSES_FILE).write_bytes("".join(lines).encode())
     is_in_id2 = num_classes > MAX_EXACT_LABEL
     size = None
-    with RecordWriter(folder / "train.rec") as writer, progress_bar("converting", num_rows) as bar:
-        for key, (where, (image, label)) in enumerate(table.rows(table.image, table.label)):
+    with RecordWriter(folder / "train.rec") as writer, progress_bar("converting", len(labels)) as bar:
+        for key, (where, (image,)) in enumerate(table.rows(table.image)):
             payload = image.get("bytes") if isinstance(image, dict) else image
             if not isinstance(payload, bytes) or not payload:
                 raise DataError(
                     f"{where} has no bytes in the column {table.image}: images next to the file are not read."
                 )
-            size = size or image_dimensions(payload, where)
-            number = number_of[label] if number_of is not None else label
-            writer.write(key, image_record(number, payload, key, is_label_in_id2=is_in_id2))
+            if size is None:
+                # Single images that do not decode are replaced in training.
+                with contextlib.suppress(DataError):
+                    size = image_dimensions(payload, where)
+            writer.write(key, image_record(int(labels_N[key]), payload, key, is_label_in_id2=is_in_id2))
             bar.advance_to(key + 1)
-    assert size is not None
+    if size is None:
+        raise DataError(f"None of the images in the column {table.image} of {table.files[0].parent} can be read.")
     text = f"{num_classes},{size[0]},{size[1]}\n" + (f"{LABELS_IN_ID2}\n" if is_in_id2 else "")
     (folder / "property").write_text(text, encoding="ascii")

@@ -117,8 +117,7 @@ class RecordReader:
             raise self._shorter()
 
     def read(self, offset: int) -> Record:
-        packed, _ = self._read_packed(offset)
-        return unpack_record(packed, f"{self.path}, byte {offset}")
+        return unpack_record(self._read_packed(offset), f"{self.path}, byte {offset}")
 
     def read_payload(self, offset: int) -> bytes:
         """Returns the encoded image alone, by a fast path for records of one part, which nearly all are."""
@@ -158,18 +157,18 @@ class RecordReader:
             at += _SEARCH_BYTES
         return self.num_bytes
 
-    def _read_packed(self, offset: int) -> tuple[bytes, int]:
-        """Returns the bytes of a record and where the next one starts."""
+    def _read_packed(self, offset: int) -> bytes:
+        """Returns the bytes of a record, its parts joined."""
         kind, start, end = self._part(offset)
         if kind == _WHOLE:
-            return self._bytes(start, end), _padded(end)
+            return self._bytes(start, end)
         if kind != _FIRST:
             raise self._later_part(offset)
         parts = [self._bytes(start, end)]
         while kind != _LAST:
             kind, start, end = self._further_part(_padded(end), offset)
             parts.append(self._bytes(start, end))
-        return _MAGIC_BYTES.join(parts), _padded(end)
+        return _MAGIC_BYTES.join(parts)
 
     def _further_part(self, at: int, offset: int) -> tuple[int, int, int]:
         kind, start, end = self._part(at)

@@ -6,7 +6,7 @@ The images among the records, and their classes, are found once by array operati
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import MAX_PIXELS, first_image_size
-from megaclass.data.sources.column_cache import Columns, ColumnWriter, cached_columns, describe_uncached
+from megaclass.data.sources.column_cache import Columns, cached_columns, describe_uncached
 from megaclass.data.sources.record_index import RecordIndex, open_index
 from megaclass.data.sources.recordio import MAGIC, MAX_EXACT_LABEL, MAX_PART_BYTES, RecordReader
 from megaclass.data.sources.source import CLASSES_FILE, SourceFormat, list_names
@@ -113,13 +113,13 @@ class RecordFormat(SourceFormat):
         for record_file in [self.place] if self.place.is_file() else sorted(self.place.glob("*.rec")):
             index = record_file.with_suffix(".idx")
             beside = (
+                index,
                 self.folder / "property",
                 self.folder / CLASSES_FILE,
                 Path(f"{index}.cache"),
-                Path(f"{index}.sorted.cache"),
                 Path(f"{record_file}.labels"),
             )
-            yield from (record_file, index, *(file for file in beside if file.is_file()))
+            yield from (record_file, *(file for file in beside if file.is_file()))
 
 
 def require_index(record_file: Path) -> None:
@@ -141,10 +141,9 @@ def open_records(path: Path) -> RecordSource:
     properties = read_property(path.parent / "property")
     made_of = [path, path.with_suffix(".idx"), path.parent / "property"]
 
-    def build(writer: ColumnWriter) -> dict[str, Any]:
+    def build() -> tuple[dict[str, Any], Sequence[NDArray[np.int64]]]:
         labels, has_header = _collect_labels(reader, index, properties)
-        writer.append(labels)
-        return {"has_header": has_header}
+        return {"has_header": has_header}, [labels]
 
     columns = cached_columns(f"{path.name}.labels", made_of, 1, build)
     return _assemble(reader, index, columns, properties)

@@ -3,17 +3,17 @@
 fsspec lists and reads; which addresses work depends on the packages that are installed (s3fs, gcsfs, huggingface_hub,
 aiohttp). The copy lies in ~/.cache/megaclass/remote/HASH-NAME ($XDG_CACHE_HOME). A file is fetched in ranges of 8 MiB into a
 hidden file, whose name holds a hash of address, size and version of the original, and renamed when its size is right:
-an interrupted download continues at its last range, also in another process. copy.json tells that a copy is complete; it is
+an interrupted download continues at its last range, also in another process. .copy.json tells that a copy is complete; it is
 used from then on without asking the server. One process per host fetches and the others wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from megaclass.data.ordered_map import ordered_map
+from megaclass.data.sources.column_cache import user_cache
 from megaclass.errors import DataError
 from megaclass.file_lock import locked
 from megaclass.progress import progress_bar
@@ -33,7 +34,8 @@ _NUM_THREADS = 8
 # Waits of 1, 2, 4, 8 and 16 seconds between the attempts.
 _NUM_ATTEMPTS = 6
 _SILENCE_S = 60.0
-_COMPLETE_FILE = "copy.json"
+# A file of the original never has this name: those that start with a dot are left out.
+_COMPLETE_FILE = ".copy.json"
 Result = TypeVar("Result")
 
 
@@ -54,11 +56,11 @@ def copy_of(address: str) -> Path:
 def cache_folder(kind: str, key: str) -> Path:
     """Returns the folder of the user's cache for a key; it need not exist."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = user_cache()
     except RuntimeError:
         raise DataError(f"There is no home folder for a copy of {key}: set XDG_CACHE_HOME to a folder.") from None
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", PurePosixPath(key).name)[-40:]
-    return base / "megaclass" / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
+    return base / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
 
 
 def fetch(address: str) -> Path:
@@ -92,15 +94,17 @@ def _fetch_all(address: str, folder: Path) -> None:
     # Unknown protocols and missing packages: fsspec names the package to install.
     except (ValueError, ImportError) as error:
         raise DataError(f"Cannot read {address}: {error}") from error
-    is_pattern = bool(set("*?[") & set(top))
-    if address.startswith("http"):
+    is_web = address.startswith("http")
+    # What follows the ? of a web address, such as a signature, is not part of the name.
+    place = top.partition("?")[0] if is_web else top
+    is_pattern = bool(set("*?[") & set(place))
+    if is_web:
         # Web servers do not tell files from folders.
-        is_file = not is_pattern and "." in PurePosixPath(top).name and not top.endswith("/")
+        is_file = not is_pattern and "." in PurePosixPath(place).name and not place.endswith("/")
     else:
         is_file = not is_pattern and _with_retries(lambda: bool(files.isfile(top)), address)
     if is_file:
-        top, _, name = top.rpartition("/")
-        wanted = {unquote(name): {"path": f"{top}/{name}"}}
+        wanted = {unquote(place.rpartition("/")[2]): {"path": top}}
     else:
         wanted = _with_retries(lambda: dict(_listed(files, top, is_pattern)), address)
     if not wanted:
@@ -125,7 +129,7 @@ def _listed(files: Any, top: str, is_pattern: bool) -> Iterator[tuple[str, dict[
         # Index pages of web servers also link to sorted views of themselves, and to places elsewhere.
         if info.get("type") != "file" or not path.startswith(f"{start}/") or "?" in name or not parts:
             continue
-        if ".." in parts or "\0" in name or name == _COMPLETE_FILE:
+        if ".." in parts or "\0" in name:
             raise DataError(f"{top} lists a file named {name!r}, which cannot be copied. Do not trust this place.")
         if not any(part.startswith(".") for part in parts):
             yield name, {**info, "path": path}
@@ -143,8 +147,8 @@ def _fetch_file(files: Any, info: dict[str, Any], target: Path) -> None:
     if target.is_file() and (size is None or target.stat().st_size == size):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    has_ranges = not path.startswith("http")
-    if not has_ranges and size is not None and size > _RANGE_BYTES:
+    has_ranges = not path.startswith("http") and size is not None
+    if path.startswith("http") and size is not None and size > _RANGE_BYTES:
         has_ranges = _with_retries(lambda: _gives_ranges(files, path), path)
     start = unfinished.stat().st_size if has_ranges and unfinished.exists() else 0
     with unfinished.open("ab" if start else "wb") as file:
@@ -158,6 +162,9 @@ def _fetch_file(files: Any, info: dict[str, Any], target: Path) -> None:
             _with_retries(lambda: _stream(files, path, size, file), path)
     flush(unfinished)
     unfinished.replace(target)
+    # Parts of a version that the server no longer has.
+    for old in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        old.unlink()
 
 
 def _gives_ranges(files: Any, path: str) -> bool:
@@ -180,7 +187,7 @@ def _range(files: Any, path: str, start: int, stop: int) -> bytes:
 
 
 def _stream(files: Any, path: str, size: int | None, file: Any) -> None:
-    """Writes the whole file of a web server, from its beginning again after every fault."""
+    """Writes the whole file of a server without ranges, from its beginning again after every fault."""
     file.seek(0)
     file.truncate()
     with files.open(path, "rb", block_size=0) as remote:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import IMAGE_SUFFIXES, MAX_ENCODED_BYTES, first_image_size
-from megaclass.data.sources.column_cache import ColumnWriter, cached_columns, describe_uncached
+from megaclass.data.sources.column_cache import cached_columns, describe_uncached
 from megaclass.data.sources.files import require_plausible_labels
 from megaclass.data.sources.source import CLASSES_FILE, SourceFormat
 from megaclass.errors import DataError
@@ -90,13 +90,11 @@ class TarFormat(SourceFormat):
     def open(self) -> TarSource:
         shards = self.shards()
 
-        def build(writer: ColumnWriter) -> dict[str, Any]:
-            for number, shard in enumerate(shards):
-                rows = np.array(list(_samples(shard)), dtype=np.int64).reshape(-1, 3)
-                writer.append(np.full(len(rows), number), *rows.T)
-            if writer.num_rows == 0:
+        def build() -> tuple[dict[str, Any], Sequence[NDArray[np.int64]]]:
+            samples = [np.array(list(_samples(shard)), dtype=np.int64).reshape(-1, 3) for shard in shards]
+            if not any(map(len, samples)):
                 raise DataError(f"Cannot open the data at {self.place}: no sample of (jpg, cls) in it.")
-            return {}
+            return {}, (np.repeat(np.arange(len(shards)), [*map(len, samples)]), *np.concatenate(samples).T)
 
         name = f"{self.place.name}.cache" if self.place.is_file() else "shards.cache"
         columns = cached_columns(name, shards, 4, build)

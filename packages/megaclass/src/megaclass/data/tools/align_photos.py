@@ -139,7 +139,7 @@ def read_points(path: Path) -> dict[str, NDArray[np.float64]]:
     the first two.
     """
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         # The name may hold spaces: it ends where the numbers begin.
         match = re.fullmatch(r"(.+?)((?:[\s,]+[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?){10,11})[\s,]*", line)
         try:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image
-from megaclass.data.loading.reader import BadImages
+from megaclass.data.loading.reader import BadImages, read_image
 from megaclass.data.pair_file import PairSet
 from megaclass.data.sources.source import ImageSource
 from megaclass.errors import DataError
@@ -26,10 +26,9 @@ def make_pairs(source: ImageSource, num_pairs: int, seed: int = 0, on_progress: 
     by_class = np.split(order, np.flatnonzero(np.diff(source.labels[order])) + 1)
     several = [images for images in by_class if len(images) > 1]
     num_same = (num_pairs + 1) // 2
-    num_possible = sum(len(images) * (len(images) - 1) // 2 for images in several)
+    num_possible, num_different = possible_pairs(source.labels)
     if num_pairs < 2 or num_possible < num_same or len(by_class) < 2:
         # They are drawn at random and none occurs twice: beyond half of the possible ones, a draw hardly finds a new one.
-        num_different = (source.num_images**2 - sum(len(images) ** 2 for images in by_class)) // 2
         most = min(num_possible, num_different)
         way_out = (
             f"Ask for at most {most:,}: --pairs {most}."
@@ -48,6 +47,12 @@ def make_pairs(source: ImageSource, num_pairs: int, seed: int = 0, on_progress: 
         images += next(same if number % 2 == 0 else different)
         on_progress(number + 1, num_pairs)
     return PairSet(images, np.arange(num_pairs) % 2 == 0)
+
+
+def possible_pairs(labels: NDArray[np.int64]) -> tuple[int, int]:
+    """Returns how many pairs there are of images of one class, and of two classes."""
+    counts = np.unique(labels, return_counts=True)[1].astype(np.int64)
+    return int((counts * (counts - 1) // 2).sum()), int((counts.sum() ** 2 - (counts**2).sum()) // 2)
 
 
 def _draw_same(several: list[NDArray[np.int64]], draws: list[int]) -> tuple[int, int]:
@@ -77,7 +82,7 @@ class _SoundImages:
         if index in self._bad.indices:
             return None
         try:
-            encoded = self._source.read(index)
+            encoded = read_image(self._source, index)
             decode_image(encoded, self._source.name_of(index))
         except DataError as error:
             self._bad.add_bad(index, error)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import Fit, decode_image, encode_jpeg, fit_image, image_suffix
-from megaclass.data.loading.reader import BadImages
+from megaclass.data.loading.reader import BadImages, read_image
 from megaclass.data.order import shuffled
 from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.files import has_image_name
@@ -83,18 +83,14 @@ def pack(
         require_exact_label(source.num_classes - 1)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"Cannot write {out}: it exists already. Remove it or choose another folder.")
-    bad = BadImages.of_tool(source.num_images)
-    packing = _Packing(source, options, is_in_id2, num_threads, bad, on_progress)
+    packing = _Packing(source, options, is_in_id2, num_threads, on_progress)
     try:
         with published_folder(out.resolve()) as unfinished:
-            packing.write(unfinished)
-            if bad.indices:
+            while bad := packing.write(unfinished):
                 # Keys have no gaps, and the header states their number: the files are written again without these images.
-                sound = SubsetSource(source, np.delete(np.arange(source.num_images), sorted(bad.indices)))
-                packing = _Packing(
-                    sound, options, is_in_id2, num_threads, BadImages.of_tool(sound.num_images), on_progress
+                packing.source = SubsetSource(
+                    packing.source, np.delete(np.arange(packing.source.num_images), sorted(bad))
                 )
-                packing.write(unfinished)
             packing.write_class_names(unfinished, class_names)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
@@ -110,20 +106,19 @@ class _Packing:
     options: PackOptions
     is_label_in_id2: bool
     num_threads: int
-    bad_images: BadImages
     on_progress: OnProgress
-    num_other_size: int = 0
 
-    def __post_init__(self) -> None:
+    def write(self, folder: Path) -> set[int]:
+        """Writes the files; returns the images that do not decode, without which they have to be written again."""
         size = self.options.image_size
         self.by_class = np.argsort(self.source.labels, kind="stable")
         self.image_size = self.source.image_size if size is None else height_and_width(size)
-
-    def write(self, folder: Path) -> None:
+        self.bad_images, self.num_other_size = BadImages.of_tool(self.source.num_images), 0
         if self.options.layout == "rec":
             self._write_records(folder)
         else:
             self._write_shards(folder)
+        return self.bad_images.indices
 
     def _write_records(self, folder: Path) -> None:
         with RecordWriter(folder / "train.rec") as writer:
@@ -176,7 +171,7 @@ class _Packing:
         for place in self._positions(positions.start, positions.stop).tolist():
             index = int(self.by_class[place])
             try:
-                payload = self.source.read(index)
+                payload = read_image(self.source, index)
                 image_HW3 = decode_image(payload, self.source.name_of(index))
             except DataError as error:
                 self.bad_images.add_bad(index, error)
@@ -233,22 +228,39 @@ def unpack(
     if out.exists():
         raise DataError(f"{out} exists already: choose a folder that does not exist.")
     width = len(str(max(0, source.num_classes - 1)))
+    named = distinct_names([_folder_name(name) for name in class_names]) if class_names is not None else None
     bad = BadImages.of_tool(source.num_images)
-    with published_folder(out.resolve()) as unfinished:
-        for index in range(source.num_images):
-            label = int(source.labels[index])
-            name = _folder_name(class_names[label]) if class_names is not None else f"{label:0{width}d}"
-            folder = unfinished / name
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                content = source.read(index)
-                decode_image(content, source.name_of(index))
-                (folder / _file_name(source, index, content, folder)).write_bytes(content)
-            except DataError as error:
-                bad.add_bad(index, error)
-            bad.add_read(1)
-            on_progress(index + 1, source.num_images)
+    try:
+        with published_folder(out.resolve()) as unfinished:
+            for index in range(source.num_images):
+                label = int(source.labels[index])
+                folder = unfinished / (named[label] if named is not None else f"{label:0{width}d}")
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    content = read_image(source, index)
+                    decode_image(content, source.name_of(index))
+                    (folder / _file_name(source, index, content, folder)).write_bytes(content)
+                except DataError as error:
+                    bad.add_bad(index, error)
+                bad.add_read(1)
+                on_progress(index + 1, source.num_images)
+    except OSError as error:
+        raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
     return len(bad.indices)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Returns the names, with a number behind each that an earlier one has already: `name`, `name (2)`, …"""
+    given, taken = set(names), set[str]()
+    found = []
+    for name in names:
+        unique, number = name, 1
+        while unique in taken or (number > 1 and unique in given):
+            number += 1
+            unique = f"{name} ({number})"
+        taken.add(unique)
+        found.append(unique)
+    return found
 
 
 def _file_name(source: ImageSource, index: int, content: bytes, folder: Path) -> str:

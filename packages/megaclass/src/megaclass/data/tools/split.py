@@ -17,7 +17,7 @@ from megaclass.data.fingerprint import source_hash
 from megaclass.data.pair_file import write_pairs
 from megaclass.data.sources.open_source import data_folders
 from megaclass.data.sources.source import ImageSource
-from megaclass.data.tools.make_pairs import make_pairs
+from megaclass.data.tools.make_pairs import make_pairs, possible_pairs
 from megaclass.data.tools.pack import pack
 from megaclass.data.tools.synthesize import HOLDOUT_RECORDS
 from megaclass.data.tools.verify import SubsetSource
@@ -152,11 +152,8 @@ def _names_of(part: SplitPart, class_names: bytes) -> bytes:
 
 
 def _write_holdout_pairs(holdout: SplitPart, path: Path, split: Split, split_id: str, wanted: int) -> int:
-    counts = np.unique(holdout.labels, return_counts=True)[1].astype(np.int64)
-    num_same = int((counts * (counts - 1) // 2).sum())
-    num_different = int((counts.sum() ** 2 - (counts**2).sum()) // 2)
     # At most half of all possible pairs, since pairs are drawn at random and none occurs twice.
-    num_pairs = min(wanted, num_same, num_different)
+    num_pairs = min(wanted, *possible_pairs(holdout.labels))
     if num_pairs < 2:
         return 0
     write_pairs(path, make_pairs(holdout, num_pairs, split.seed))

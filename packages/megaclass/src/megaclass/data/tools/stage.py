@@ -8,7 +8,6 @@ the data changes, a copy that a running job uses stays.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -39,6 +38,9 @@ def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
     If several processes of a host stage the same data, one copies and the others wait. `on_progress` gets the bytes done and
     their total.
     """
+    # Not on Windows, whose training imports this module as well.
+    import fcntl
+
     found = format_of(path)
     found.check()
     parts = list(enumerate(found.parts()))
@@ -78,6 +80,8 @@ def stage(path: str, place: Path, on_progress: OnProgress = no_progress) -> str:
 
 
 def _is_in_use(copy: Path) -> bool:
+    import fcntl
+
     handle = os.open(copy, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,8 +98,8 @@ def _readable(wanted: Mapping[str, Path]) -> dict[str, Path]:
     images = {name for name in wanted if has_image_name(name)}
     bad = BadImages.of_tool(len(images))
     bad.add_read(len(images))
-    unreadable = [name for name, file in wanted.items() if not os.access(file, os.R_OK)]
-    for number, name in enumerate(unreadable):
+    unreadable = {name for name, file in wanted.items() if not os.access(file, os.R_OK)}
+    for number, name in enumerate(sorted(unreadable)):
         if name not in images:
             raise DataError(f"Cannot stage {wanted[name]}: it cannot be read.")
         bad.add_bad(number, DataError(f"Cannot read {wanted[name]}: {_reason(wanted[name])}."))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaclass.data.decode import decode_image, first_image_size
+from megaclass.data.loading.reader import read_image
 from megaclass.data.ordered_map import ordered_map
 from megaclass.data.sources.open_source import format_of
 from megaclass.data.sources.record_index import read_index_lines
@@ -85,7 +86,7 @@ def verify(
     is_sound = np.ones(source.num_images, dtype=bool)
 
     def check(row: int) -> str | None:
-        return _fault_of(partial(source.read, row), source.name_of(row))
+        return _fault_of(partial(read_image, source, row), source.name_of(row))
 
     for row, fault in enumerate(_checked(check, source.num_images, num_threads, on_progress)):
         if fault is not None:

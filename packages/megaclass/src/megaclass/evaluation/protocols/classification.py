@@ -25,7 +25,6 @@ from megaclass.data.sources.open_source import open_source
 from megaclass.data.sources.source import ImageSource, require_one_label
 from megaclass.distributed.agreement import on_every_rank_for_long
 from megaclass.errors import DataError
-from megaclass.evaluation.centres import names_of
 from megaclass.evaluation.examples import Judged, examples_of
 from megaclass.evaluation.images import images_of_source
 from megaclass.evaluation.protocol import (
@@ -38,12 +37,12 @@ from megaclass.evaluation.protocol import (
     SetResult,
     best_cells,
     percent,
-    share_cells,
     share_rows,
     share_text,
 )
 from megaclass.evaluation.protocols.intervals import wilson_interval
 from megaclass.evaluation.search import GalleryShard, Neighbours, search
+from megaclass.image_size import has_rows
 
 Floats = NDArray[np.float64]
 TOP = (1, 5)
@@ -84,7 +83,8 @@ class ClassificationProtocol(EvaluationProtocol):
         )
         images = images_of_source(source, evaluator.image_size, evaluator.fit)
         # The sum of two embeddings has the direction of their mean, but not its length.
-        evaluator = replace(evaluator, mirror=evaluator.mirror and centres.is_cosine)
+        is_mirrored = evaluator.mirror and centres.is_cosine
+        evaluator = replace(evaluator, mirror=is_mirrored)
         rows_ND = torch.as_tensor(centres.probes(evaluator.embed(images).sums_ND), device=device)
         scale, fitted = fitted_scale(rows_ND, labels_N, centres.shard, device=device, group=group)
         found = search(
@@ -99,12 +99,13 @@ class ClassificationProtocol(EvaluationProtocol):
             other_N=found.other_scores_Pk[:, 0].double().cpu().numpy()[known],
             others_N=found.other_indices_Pk[:, 0].cpu().numpy()[known],
         )
-        examples = examples_of(judged, source, labels_N, lambda some: names_of(centres.classes, some), by_pair=True)
+        examples = examples_of(judged, source, labels_N, centres.classes.names_of, by_pair=True)
         unknown = np.asarray(source.labels)[labels_N < 0]
         numbers |= {
             "num_model_classes": centres.classes.num_classes,
             "num_unknown_classes": len(np.unique(unknown)),
             "matched_by": matched,
+            **({} if is_mirrored or has_rows(evaluator.image_size) else {"mirror": False}),
         }
         return self.result(one, numbers, examples=examples)
 
@@ -124,12 +125,9 @@ class ClassificationProtocol(EvaluationProtocol):
     def rows(self, columns: Sequence[Numbers]) -> list[Row]:
         rows = share_rows(columns, "top_k", "Top-{}")
         rows += share_rows(columns, "mean_per_class", "Top-1, mean over classes")
-        for group in columns[0]["by_training_images"]:
-            found = [n["by_training_images"].get(group, {}) for n in columns]
-            rows.append((f"Top-1, classes with {group} training images", share_cells([n.get("top_1") for n in found])))
-        for rate in columns[0]["reject"]:
-            kept = [n["reject"].get(rate, {}).get("kept") for n in columns]
-            rows.append((f"Right and accepted, {percent(float(rate))} of unknown images accepted", share_cells(kept)))
+        rows += share_rows(columns, "by_training_images", "Top-1, classes with {} training images", "top_1")
+        kept = [{"reject": {percent(float(rate)): one for rate, one in n["reject"].items()}} for n in columns]
+        rows += share_rows(kept, "reject", "Right and accepted, {} of unknown images accepted", "kept")
         errors = [n["calibration_error"] for n in columns]
         rows.append(
             ("Calibration error (ECE)", best_cells([share_text(one) for one in errors], errors, is_lower_better=True))
@@ -161,7 +159,7 @@ def labelled_images(path: Path, model: ClassList) -> tuple[ImageSource, NDArray[
         numbers_K = np.where(numbers_K < model.num_classes, numbers_K, -1)
     labels_N = numbers_K[np.asarray(source.labels)].astype(np.int64)
     if not (labels_N >= 0).any():
-        theirs, ours = (", ".join(names_of(one, range(min(3, one.num_classes))).values()) for one in (classes, model))
+        theirs, ours = (", ".join(one.names_of(range(min(3, one.num_classes))).values()) for one in (classes, model))
         raise DataError(
             f"None of the {len(labels_N):,} images of {path} is of a class that the model knows. Its classes are {theirs}, …; "
             f"the model's are {ours}, … A file classes.txt next to the data (line i for class i) gives them other names."
@@ -279,7 +277,8 @@ def coverage_points(confidence: Floats, is_right: NDArray[np.bool_]) -> list[dic
 
 def _rejections(best: Floats, is_right: NDArray[np.bool_], impostors: Floats) -> dict[str, dict[str, float]]:
     """Returns for each rate the cosine that at most this share of unknown images exceeds, and what is kept above it."""
-    falling = -np.sort(-impostors)
+    # A model of one class has no other class to take an image for.
+    falling = -np.sort(-impostors[np.isfinite(impostors)])
     found = {}
     for rate in REJECT_RATES:
         if len(falling) * rate < 1 - 1e-9:

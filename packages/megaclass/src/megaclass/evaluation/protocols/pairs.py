@@ -7,7 +7,7 @@ persons, in files such as name/name_0001.jpg. Paths are relative to the folder o
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +51,8 @@ class PairsList:
     """Number of folds from the first line of the list, or ten."""
 
 
-def read_pairs_list(path: Path, images: Path | None = None) -> PairsList:
-    folder = images or path.parent
+def read_pairs_list(path: Path) -> PairsList:
+    folder = path.parent
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -131,7 +131,7 @@ class PairProtocol(EvaluationProtocol):
             return []
         found = [EvaluationSet(name=one.stem, kind=self.kind, path=one) for one in sorted(path.glob("*.bin"))]
         if (path / "pairs.txt").is_file():
-            found.append(EvaluationSet(name=path.name, kind=self.kind, path=path / "pairs.txt"))
+            found.append(EvaluationSet(name=path.absolute().name, kind=self.kind, path=path / "pairs.txt"))
         return found
 
     def evaluate(self, evaluator: Evaluator, one: EvaluationSet) -> SetResult:
@@ -181,30 +181,34 @@ class PairProtocol(EvaluationProtocol):
 def _evaluate_bin(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
     pair_set = on_every_rank(lambda: read_pairs(one.path), evaluator.device, evaluator.group)
     images = PairImages(pair_set=pair_set, image_size=evaluator.image_size, set_name=str(one.path), fit=evaluator.fit)
-    scored = _score(evaluator, one.name, images, pair_set.is_same)
-    return result_of_pairs(one.name, str(one.path), scored, pair_set.images)
+    scored = _score(evaluator, images, pair_set.is_same)
+    return result_of_pairs(one.name, str(one.path), scored, pair_set.images.__getitem__)
 
 
 def _evaluate_list(evaluator: Evaluator, one: EvaluationSet) -> SetResult:
     pairs = on_every_rank(lambda: read_pairs_list(one.path), evaluator.device, evaluator.group)
     images = GivenImages(images=pairs.paths, image_size=evaluator.image_size, fit=evaluator.fit)
-    scored = _score(evaluator, one.name, images, pairs.is_same_N, pairs.num_folds)
+    scored = _score(evaluator, images, pairs.is_same_N, pairs.num_folds)
     # A list may name files outside its own folder.
     names = [os.path.relpath(path, one.path.parent) for path in pairs.paths]
-    return result_of_pairs(one.name, str(one.path), scored, _FileContents(pairs.paths), names)
+    return result_of_pairs(one.name, str(one.path), scored, lambda index: read_image_file(pairs.paths[index]), names)
 
 
 def _score(
-    evaluator: Evaluator, name: str, images: PairImages | GivenImages, is_same_N: NDArray[np.bool_], num_folds: int = 10
+    evaluator: Evaluator, images: PairImages | GivenImages, is_same_N: NDArray[np.bool_], num_folds: int = 10
 ) -> ScoredPairs:
     embedded = evaluator.embed(images)
-    return score_embeddings(name, embedded.sums_ND, is_same_N, xnorm=embedded.xnorm, num_folds=num_folds)
+    return score_embeddings(embedded.sums_ND, is_same_N, xnorm=embedded.xnorm, num_folds=num_folds)
 
 
 def result_of_pairs(
-    name: str, path: str, scored: ScoredPairs, pictures: Sequence[bytes] | None, names: Sequence[str] | None = None
+    name: str,
+    path: str,
+    scored: ScoredPairs,
+    encoded: Callable[[int], bytes] | None,
+    names: Sequence[str] | None = None,
 ) -> SetResult:
-    """Returns numbers and curves. pictures: the 2N encoded images, of which the hardest pairs are kept; None keeps none."""
+    """Returns numbers and curves. encoded: reads one of the 2N images, to keep those of the hardest pairs; None keeps none."""
     verification = scored.verification
     return SetResult(
         name=name,
@@ -212,12 +216,14 @@ def result_of_pairs(
         path=path,
         numbers=verification.to_json(),
         curves=curves_of(scored.distances_N, scored.is_same_N, threshold=verification.threshold),
-        hard_pairs=[] if pictures is None else hard_pairs_of(scored, pictures, names),
+        hard_pairs=[] if encoded is None else hard_pairs_of(scored, encoded, names),
     )
 
 
-def hard_pairs_of(scored: ScoredPairs, pictures: Sequence[bytes], names: Sequence[str] | None = None) -> list[HardPair]:
-    """Returns the closest different pairs, then the farthest same pairs, worst first. pictures: 2N encoded images."""
+def hard_pairs_of(
+    scored: ScoredPairs, encoded: Callable[[int], bytes], names: Sequence[str] | None = None
+) -> list[HardPair]:
+    """Returns the closest different pairs, then the farthest same pairs, worst first."""
     different, same = np.flatnonzero(~scored.is_same_N), np.flatnonzero(scored.is_same_N)
     closest = different[np.argsort(scored.distances_N[different], kind="stable")][:_MISTAKES_KEPT]
     farthest = same[np.argsort(-scored.distances_N[same], kind="stable")][:_MISTAKES_KEPT]
@@ -230,24 +236,11 @@ def hard_pairs_of(scored: ScoredPairs, pictures: Sequence[bytes], names: Sequenc
                 similarity=float(scored.similarities_N[pair]),
                 is_same=bool(scored.is_same_N[pair]),
                 is_wrong=bool(is_called_same != scored.is_same_N[pair]),
-                pictures=(pictures[2 * pair], pictures[2 * pair + 1]),
+                pictures=(encoded(2 * pair), encoded(2 * pair + 1)),
                 names=(names[2 * pair], names[2 * pair + 1]) if names else ("", ""),
             )
         )
     return hard
-
-
-class _FileContents(Sequence[bytes]):
-    """Image files as bytes, read on access: of thousands of files the report keeps two dozen."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]
-        return read_image_file(self._paths[index])
 
 
 # ---- what the report draws of the distances -----------------------------------------------------------------------------
@@ -267,7 +260,7 @@ def curves_of(distances_N: Floats, is_same_N: NDArray[np.bool_], *, threshold: f
     return Curves(
         far=roc.far,
         tar=roc.tar,
-        thresholds=None if roc.thresholds is None else (1 - roc.thresholds / 2).clip(-1.0, 1.0),
+        thresholds=(1 - roc.thresholds / 2).clip(-1.0, 1.0),
         edges=edges,
         same=np.histogram(inside_N[is_same_N], edges)[0] / max(1, is_same_N.sum()),
         different=np.histogram(inside_N[~is_same_N], edges)[0] / max(1, (~is_same_N).sum()),
@@ -286,8 +279,7 @@ def thinned_roc(roc: Roc) -> Roc:
     kept = np.searchsorted(roc.far, wanted, side="right") - 1
     last_without_accepts = int(np.searchsorted(roc.far, 0.0, side="right")) - 1
     indices = np.unique(np.concatenate([[0, last_without_accepts, len(roc.far) - 1], kept]))
-    thresholds = None if roc.thresholds is None else roc.thresholds[indices]
-    return Roc(far=roc.far[indices], tar=roc.tar[indices], thresholds=thresholds)
+    return Roc(far=roc.far[indices], tar=roc.tar[indices], thresholds=roc.thresholds[indices])
 
 
 # ---- the baseline: verification without any training ------------------------------------------------------------------
@@ -312,9 +304,7 @@ def score_pixels(
     distinct = np.unique(distances_N)
     thresholds_T = np.append(distinct, np.nextafter(distinct[-1:], np.inf))
     verification = verify_distances(distances_N, pair_set.is_same, thresholds_T=thresholds_T)
-    return ScoredPairs(
-        name="raw pixels", distances_N=distances_N, is_same_N=pair_set.is_same, verification=verification
-    )
+    return ScoredPairs(distances_N=distances_N, is_same_N=pair_set.is_same, verification=verification)
 
 
 def pixel_cosine(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:

@@ -84,7 +84,6 @@ def retrieve(
     query_keys_P: NDArray[np.int64] | None = None,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    max_block_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Collective. Every rank holds all queries, its shard of the gallery, and the labels of the whole gallery.
 
@@ -112,7 +111,7 @@ def retrieve(
         some = slice(start, start + chunk)
         keys = None if query_keys_P is None else query_keys_P[some]
         labels = torch.as_tensor(labels_P[some], device=device)
-        blocks = _Blocks(queries[some], labels, own, keys, device, max_block_bytes)
+        blocks = _Blocks(queries[some], labels, own, keys)
         scores_PR = blocks.mate_scores(torch.as_tensor(slots_N[here], device=device), num_slots)
         scores_PR = gather_blocks(scores_PR, group).amax(dim=0).sort(dim=1, descending=True).values
         counts_PR, best_P = blocks.others_above(scores_PR)
@@ -141,23 +140,15 @@ class _Blocks:
     """The scores of some queries with this rank's part of the gallery, block by block, in two passes."""
 
     def __init__(
-        self,
-        queries_PD: Tensor,
-        labels_P: Tensor,
-        gallery: GalleryShard,
-        keys_P: NDArray[np.int64] | None,
-        device: torch.device,
-        max_block_bytes: int | None,
+        self, queries_PD: Tensor, labels_P: Tensor, gallery: GalleryShard, keys_P: NDArray[np.int64] | None
     ) -> None:
         self.queries_PD, self.labels_P, self.gallery, self.keys_P = queries_PD, labels_P, gallery, keys_P
-        self.device, self.max_block_bytes = device, max_block_bytes
+        self.device = queries_PD.device
         assert gallery.labels_N is not None
-        self.labels_N = torch.as_tensor(gallery.labels_N, device=device)
+        self.labels_N = torch.as_tensor(gallery.labels_N, device=self.device)
 
     def _blocks(self) -> Any:
-        for here, first, block_PB in score_blocks(
-            self.queries_PD, self.gallery, self.device, self.keys_P, self.max_block_bytes
-        ):
+        for here, first, block_PB in score_blocks(self.queries_PD, self.gallery, self.device, self.keys_P):
             labels_B = self.labels_N[first : first + block_PB.shape[1]]
             yield here, first, block_PB, self.labels_P[here, None] == labels_B
 

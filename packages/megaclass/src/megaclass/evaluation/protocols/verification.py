@@ -23,6 +23,7 @@ Booleans = NDArray[np.bool_]
 
 FAR_TARGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _ROUNDING = 1e-5
+_JSON_NAMES = {"tar_intervals": "tar_at_far_95", "published_tar": "published_tar_at_far_1e-3"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Roc:
     """False accept rate: share of the different pairs called "same", never decreasing."""
     tar: Floats
     """True accept rate: share of the same pairs called "same", never decreasing."""
-    thresholds: Floats | None = None
+    thresholds: Floats
     """Squared distance up to which a pair is called "same" at each point; the first accepts nothing."""
 
 
@@ -53,14 +54,7 @@ class PairRates:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for json.dump; TAR at FAR has keys such as "1e-3"."""
-        return {
-            "num_pairs": self.num_pairs,
-            "num_same": self.num_same,
-            "auc": self.auc,
-            "eer": self.eer,
-            "tar_at_far": {far_name(far): tar for far, tar in self.tar_at_far.items()},
-            "tar_at_far_95": {far_name(far): ends and list(ends) for far, ends in self.tar_intervals.items()},
-        }
+        return {_JSON_NAMES.get(name, name): _plain(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,26 +78,11 @@ class Verification(PairRates):
     xnorm: float | None = None
     """Mean norm of the embeddings before normalisation, over both flips; None for distances without embeddings."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **PairRates.to_json(self),
-            "accuracy": self.accuracy,
-            "accuracy_std": self.accuracy_std,
-            "threshold": self.threshold,
-            "threshold_far": self.threshold_far,
-            "threshold_at_far": {far_name(far): threshold for far, threshold in self.threshold_at_far.items()},
-            "fold_accuracies": list(self.fold_accuracies),
-            "fold_thresholds": list(self.fold_thresholds),
-            "published_tar_at_far_1e-3": self.published_tar,
-            "xnorm": self.xnorm,
-        }
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredPairs:
     """The distances of one model on a set of pairs, and the numbers computed from them."""
 
-    name: str
     distances_N: Floats
     is_same_N: Booleans
     verification: Verification
@@ -120,40 +99,18 @@ def published_thresholds() -> Floats:
 
 
 def score_embeddings(
-    name: str,
-    embeddings_2ND: NDArray[Any],
-    is_same_N: NDArray[Any],
-    *,
-    xnorm: float | None = None,
-    num_folds: int = 10,
+    embeddings_2ND: NDArray[Any], is_same_N: NDArray[Any], *, xnorm: float | None = None, num_folds: int = 10
 ) -> ScoredPairs:
-    """Runs the published protocol on embeddings of 2N images. name: name of the model in a report."""
+    """Runs the published protocol on embeddings of 2N images."""
     distances_N = squared_distances(embeddings_2ND)
     verification = verify_distances(distances_N, is_same_N, num_folds=num_folds, xnorm=xnorm)
-    return ScoredPairs(
-        name=name, distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification
-    )
+    return ScoredPairs(distances_N=distances_N, is_same_N=np.asarray(is_same_N, dtype=bool), verification=verification)
 
 
 def squared_distances(embeddings_2ND: NDArray[Any]) -> Floats:
     """Returns the squared distance of consecutive rows after L2 normalisation: 0 (same direction) to 4 (opposite)."""
     embeddings_2ND = np.asarray(embeddings_2ND, dtype=np.float64)
-    if embeddings_2ND.ndim != 2 or len(embeddings_2ND) % 2:
-        raise DataError(
-            f"Embeddings of pairs have shape {embeddings_2ND.shape}: expected (2N, D), the two images of a pair in "
-            f"consecutive rows."
-        )
     norms_2N = np.linalg.norm(embeddings_2ND, axis=1)
-    # The norm of a row is infinite or NaN exactly if the row cannot be normalised.
-    usable_2N = np.isfinite(norms_2N) & (norms_2N > 0)
-    if not usable_2N.all():
-        unusable = np.flatnonzero(~usable_2N)
-        first = int(unusable[0])
-        what = "all zeros" if norms_2N[first] == 0 else "not finite (NaN or infinity)"
-        raise DataError(
-            f"The embedding of image {first} (pair {first // 2}, {('first', 'second')[first % 2]} image) is {what}, as "
-            f"are {len(unusable) - 1} other(s) of {len(embeddings_2ND)}: the model has diverged or was loaded wrongly."
-        )
     normalised_2ND = embeddings_2ND / norms_2N[:, None]
     return np.asarray(np.square(normalised_2ND[0::2] - normalised_2ND[1::2]).sum(axis=1), dtype=np.float64)
 
@@ -294,20 +251,20 @@ def far_name(far: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {far_name(far): _plain(one) for far, one in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _checked(distances_N: NDArray[Any], is_same_N: NDArray[Any], num_folds: int) -> tuple[Floats, Booleans]:
     distances_N, is_same_N = np.asarray(distances_N, dtype=np.float64), np.asarray(is_same_N, dtype=bool)
-    if distances_N.shape != is_same_N.shape or distances_N.ndim != 1:
-        raise DataError(
-            f"{len(distances_N)} pairs of images but {len(is_same_N)} labels: "
-            f"a set of N pairs holds 2N images and N labels."
-        )
+    assert distances_N.shape == is_same_N.shape == (len(distances_N),), "a set of N pairs holds 2N images and N labels"
     if len(distances_N) < num_folds:
         raise DataError(
             f"{len(distances_N)} pairs cannot be split into {num_folds} folds: each fold needs at least one pair."
         )
-    if not np.isfinite(distances_N).all():
-        first = int(np.flatnonzero(~np.isfinite(distances_N))[0])
-        raise DataError(f"The distance of pair {first} is {distances_N[first]}: expected a finite number.")
+    assert np.isfinite(distances_N).all(), "embeddings that cannot be normalised are refused before"
     if is_same_N.all() or not is_same_N.any():
         raise DataError(
             f"All {len(is_same_N)} pairs are labelled {'same' if is_same_N.all() else 'different'}: "

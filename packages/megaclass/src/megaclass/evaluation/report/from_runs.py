@@ -17,7 +17,6 @@ from megaclass.config.read import load_config_values
 from megaclass.config.schema import Config
 from megaclass.errors import DataError
 from megaclass.evaluation.centres import CentreHealth, centre_health, read_run_centres
-from megaclass.evaluation.embed import OnProgress
 from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.protocol import SetResult
 from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range, passed_s
@@ -25,7 +24,7 @@ from megaclass.evaluation.report.ranks import RankRow, rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluation.training_images import read_training_images
 from megaclass.metrics_file import is_number, read_metrics, read_summary
-from megaclass.progress import duration_text
+from megaclass.progress import OnProgress, duration_text, no_progress
 from megaclass_launch.errors import UserError
 from megaclass_launch.events_file import read_events
 from megaclass_launch.files import published_file
@@ -79,7 +78,6 @@ def report_of_runs(
     runs: Sequence[Path],
     *,
     device: torch.device,
-    on_progress: OnProgress | None = None,
     known_centres: Mapping[Path, CentreHealth | None] | None = None,
 ) -> ReportData:
     """Reads the runs (or folders that `megaclass evaluate --out` wrote) in the given order.
@@ -89,7 +87,7 @@ def report_of_runs(
     known_centres = known_centres or {}
     models: list[ModelReport] = []
     for run in runs:
-        centres = known_centres[run] if run in known_centres else measured_centres(run, device, on_progress)
+        centres = known_centres[run] if run in known_centres else measured_centres(run, device)
         models.append(_read_run(run, _name_of(run, runs), centres))
         # Baselines are the same for every run on the same data; a comparison of runs goes without them.
         if len(runs) == 1:
@@ -238,7 +236,7 @@ def _training_images(run: Path) -> Examples | None:
         return None
 
 
-def measured_centres(run: Path, device: torch.device, on_progress: OnProgress | None) -> CentreHealth | None:
+def measured_centres(run: Path, device: torch.device, on_progress: OnProgress = no_progress) -> CentreHealth | None:
     """Returns None if there is no checkpoint, or for inner products; the page then has no section on centres."""
     if not (run / "checkpoints").is_dir():
         return None

@@ -178,10 +178,8 @@ def build_model(config: Config, source: ImageSource, world: World, device: torch
         parallel = ShardedBackbone(backbone, blocks_of(backbone), device)
         parameters = parallel.own
     else:
-        parallel, parameters = (
-            _in_parallel(config, backbone, image_size, world, device),
-            dict(backbone.named_parameters()),
-        )
+        parallel = _in_parallel(config, backbone, image_size, world, device)
+        parameters = dict(backbone.named_parameters())
     return Model(
         backbone=backbone,
         parallel=parallel,

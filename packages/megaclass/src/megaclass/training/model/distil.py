@@ -10,7 +10,6 @@ The loss in metrics and report is that of the classes alone.
 
 import json
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,7 @@ from megaclass_launch.ranks.collectives import gather_blocks
 from megaclass_launch.world import World
 
 _logger = logging.getLogger("megaclass.training")
-_CACHE_FILE, _STAMP_FILE = "teacher.npy", "teacher.json"
+CACHE_FILES = _CACHE_FILE, _STAMP_FILE = "teacher.npy", "teacher.json"
 _CHUNK_IMAGES = 2**16
 
 
@@ -62,11 +61,9 @@ class Distiller:
     ) -> Tensor:
         """Returns this part's share of the loss; num_images: of this rank in the whole step, over which the means are."""
         want_BD, have_BD = F.normalize(self._targets(inputs, indices_B)), F.normalize(embeddings_BD.float())
-        loss = (
-            self.settings.cosine * (1 - (want_BD * have_BD).sum(1)).sum()
-            if self.settings.cosine
-            else have_BD.new_zeros(())
-        )
+        loss = have_BD.new_zeros(())
+        if self.settings.cosine:
+            loss = self.settings.cosine * (1 - (want_BD * have_BD).sum(1)).sum()
         if self.settings.relations:
             difference_BB = have_BD @ have_BD.T - want_BD @ want_BD.T
             # The mean of a row, so the sum over the parts of a step is a mean over its images.
@@ -79,7 +76,7 @@ class Distiller:
             return torch.from_numpy(self._cached_ND[indices_B]).to(inputs[0].device).float()
         if inputs[0].ndim == 4 and inputs[0].shape[2:] != self._size:
             inputs = (F.interpolate(inputs[0], self._size, mode="bilinear", antialias=True),)
-        with torch.autocast(inputs[0].device.type, self._precision.dtype, enabled=self._precision.uses_autocast):
+        with self._precision.autocast(inputs[0].device):
             rows_BD: Tensor = self.teacher.network(*inputs)
         return rows_BD.float()
 
@@ -90,13 +87,14 @@ class Distiller:
         """
         device, width = self.teacher.device, self.teacher.embedding_dim
         stamp = {"teacher": weights_fingerprint(self.teacher.network), "data": fingerprint, "images": source.num_images}
-        text = json.dumps(stamp) + "\n"
+        text = json.dumps(stamp | {"fit": config.data.fit}) + "\n"
 
         def is_there() -> bool:
-            return (folder / _STAMP_FILE).is_file() and (folder / _STAMP_FILE).read_text(encoding="utf-8") == text
+            has_both = (folder / _CACHE_FILE).is_file() and (folder / _STAMP_FILE).is_file()
+            return has_both and (folder / _STAMP_FILE).read_text(encoding="utf-8") == text
 
         if not text_of_main_rank(lambda: "whole" if is_there() else "", device):
-            new_bar = progress_bar("teacher embeddings", source.num_images) if world.is_main else nullcontext(None)
+            new_bar = progress_bar("teacher embeddings", source.num_images, is_shown=world.is_main)
             with new_bar as bar, own_status().long_work("teacher embeddings"):
                 out = None
                 if world.is_main:
@@ -113,8 +111,7 @@ class Distiller:
                     found_ND = F.normalize(gather_blocks(own, None).flatten(0, 1)[: len(rows), :-1])
                     if out is not None:
                         out[rows] = found_ND.half().cpu().numpy()
-                    if bar is not None:
-                        bar.advance_to(int(rows[-1]) + 1)
+                    bar.advance_to(int(rows[-1]) + 1)
                 if out is not None:
                     out.flush()
                     write_text(folder / _STAMP_FILE, text)

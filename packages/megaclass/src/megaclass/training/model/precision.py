@@ -26,9 +26,8 @@ class Precision:
 
     dtype: torch.dtype
 
-    @property
-    def uses_autocast(self) -> bool:
-        return self.dtype != torch.float32
+    def autocast(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def choose_precision(config: TrainConfig, device: torch.device) -> Precision:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megaclass.checkpoint.retention import published, step_of, written_by_runs
 from megaclass.distributed.agreement import on_every_rank, on_main_rank
@@ -50,11 +49,12 @@ _OWN_NAMES = (
     "baselines",
     "faces.npz",
     "training_images.npz",
+    "subcentres.tsv",
 )
 # Fields of a row of metrics that a resumed run continues with.
 _READ_BACK = ("loss", "images_per_second")
 # Written by other commands and services from a run; a folder that holds only these holds no run.
-_DERIVED_NAMES = ("export", "wandb")
+_DERIVED_NAMES = ("export", "wandb", "teacher.npy", "teacher.json")
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,10 @@ class RunFolder:
         typed = f": {shlex.join([*command, '--resume'])}" if command else ""
         return f"continue it with --resume (from step {steps[-1]}{typed}), replace it with --overwrite"
 
-    def clear(self) -> None:
-        """Removes the files of a run and those derived from it, and nothing else."""
-        for target in (
-            *written_by_runs(self.checkpoints),
-            *(self.path / name for name in (*_OWN_NAMES, *_DERIVED_NAMES) if name != self.checkpoints.name),
-        ):
+    def clear(self, but: Sequence[str] = ()) -> None:
+        """Removes the files of a run and those derived from it, `but` those of these names, and nothing else."""
+        names = {*_OWN_NAMES, *_DERIVED_NAMES} - {self.checkpoints.name, *but}
+        for target in (*written_by_runs(self.checkpoints), *(self.path / name for name in names)):
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
@@ -184,28 +182,29 @@ class RunFolder:
                 )
             time.sleep(_LOCK_POLL_S)
 
-    def check_seen_by_all(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def check_seen_by_all(self, device: torch.device) -> None:
         """Collective. Refuses a folder that is not shared by all hosts: shards written elsewhere would be missing here.
 
         Rank 0 creates a file with a random name, and every rank looks for it.
         """
         name_bits = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=device)
-        token = self.path / f".seen-{int(gather_blocks(name_bits, group)[0]):014x}"
+        token = self.path / f".seen-{int(gather_blocks(name_bits, None)[0]):014x}"
         # Random, because a name used before could still be in the cache of a network file system.
-        on_main_rank(lambda: token.touch(0o600), device, group)
+        on_main_rank(lambda: token.touch(0o600), device)
         try:
-            on_every_rank(lambda: self._look_for(token, group_rank(group)), device, group)
+            on_every_rank(lambda: self._look_for(token), device)
         finally:
-            if group_rank(group) == 0:
+            if group_rank(None) == 0:
                 token.unlink(missing_ok=True)
 
-    def _look_for(self, token: Path, rank: int) -> None:
+    def _look_for(self, token: Path) -> None:
         deadline = time.monotonic() + _NETWORK_DELAY_S
         while not token.exists():
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"Rank {rank} on {socket.gethostname()} does not see in {self.path.absolute()} what rank 0 wrote there: "
-                    f"the run folder must be the same on all hosts. Put train.run_dir on a file system that they share."
+                    f"Rank {group_rank(None)} on {socket.gethostname()} does not see in {self.path.absolute()} what rank 0 "
+                    f"wrote there: the run folder must be the same on all hosts. Put train.run_dir on a file system that they "
+                    f"share."
                 )
             time.sleep(_LOOK_POLL_S)
 

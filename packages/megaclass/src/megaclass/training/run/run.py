@@ -23,8 +23,7 @@ from megaclass.config.schema import CLASS_MEANS, Config
 from megaclass.data.augment import parse_augment
 from megaclass.data.fingerprint import DataFingerprint, fingerprint_of
 from megaclass.data.loader import BatchLoader
-from megaclass.data.loading.choose import choose_processes
-from megaclass.data.loading.pool import LoaderSettings
+from megaclass.data.loading.choose import LoaderSettings, choose_processes
 from megaclass.data.sources.open_source import check_source, has_notation, open_source
 from megaclass.data.sources.source import ImageSource, PixelSource, TensorSource, first_labels, require_one_label
 from megaclass.data.tools.inspect import survey_sizes
@@ -67,19 +66,18 @@ def check_same_start(config: Config, device: torch.device) -> tuple[str, ...]:
     return hosts
 
 
-def check_same_data(fingerprint: str, num_images: int, num_classes: int, hosts: tuple[str, ...], world: World,
-                    device: torch.device) -> None:  # fmt: skip
+def check_same_data(
+    fingerprint: str, num_images: int, num_classes: int, hosts: tuple[str, ...], device: torch.device
+) -> None:
     """Collective. Raises LaunchError on every rank if the hosts have different data.
 
     fingerprint: of the first rank per host; the others of the host see the same files and pass an empty text.
     """
     facts = {"number of images": f"{num_images:,}", "number of classes": f"{num_classes:,}"}
     _raise_if_different(facts, hosts, device)
-    own = fingerprint if world.local_rank == 0 else ""
-    found = gather_texts(own, device)
-    table = {"data fingerprint": {rank: text for rank, text in enumerate(found) if text}}
-    if len(set(table["data fingerprint"].values())) > 1:
-        raise LaunchError(_described(table, hosts))
+    found = {rank: text for rank, text in enumerate(gather_texts(fingerprint, device)) if text}
+    if len(set(found.values())) > 1:
+        raise LaunchError(_described({"data fingerprint": found}, hosts))
 
 
 def _raise_if_different(facts: dict[str, str], hosts: tuple[str, ...], device: torch.device) -> None:
@@ -178,11 +176,16 @@ def open_data(
 def _check_for_rows(config: Config, source: ImageSource) -> None:
     """Refuses settings that only images have, and those that need one label per sample."""
     data = config.data
-    for name, value, allowed in (("size", data.size, 0), ("augment", data.augment, ""), ("workers", data.workers, 0)):
+    for name, value, allowed in (
+        ("data.size", data.size, 0),
+        ("data.augment", data.augment, ""),
+        ("data.workers", data.workers, 0),
+        ("distil.cache", config.distil.cache, False),
+    ):
         if value not in (allowed, "auto"):
             raise ConfigError(
-                f"data.{name} is {value}, but {data.path} holds features or sequences, which are not decoded, resized or "
-                f"augmented: leave it out."
+                f"{name} is {value}, but {data.path} holds features or sequences, which are not decoded, resized, augmented or "
+                f"embedded in advance: leave it out."
             )
     for name, is_set in (
         ("data.order=classes", data.order == "classes"),
@@ -405,26 +408,25 @@ def open_run(
     device: torch.device,
     folder: RunFolder,
     hosts: tuple[str, ...],
-    opened: OpenedData | None = None,
+    opened: OpenedData,
 ) -> Run:
     """Collective. Opens the data on every rank, and refuses data that differs between hosts.
 
     The first rank of every host computes the fingerprint, which reads up to 256 images. opened: what this process has
     already; what is missing is added.
     """
-    known = OpenedData() if opened is None else opened
-    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device, known.source), device)
-    classes = on_every_rank(lambda: known.classes or class_list(config.data.path, source), device)
-    known.source, known.classes = source, classes
+    source, loader = on_every_rank_for_long(lambda: open_data(config, world, device, opened.source), device)
+    classes = on_every_rank(lambda: opened.classes or class_list(config.data.path, source), device)
+    opened.source, opened.classes = source, classes
 
     def fingerprint() -> DataFingerprint:
         if world.local_rank:
             return DataFingerprint()
-        known.fingerprint = known.fingerprint or fingerprint_of(source)
-        return known.fingerprint
+        opened.fingerprint = opened.fingerprint or fingerprint_of(source)
+        return opened.fingerprint
 
     data_fingerprint = on_every_rank_for_long(fingerprint, device)
-    check_same_data(data_fingerprint.fingerprint, source.num_images, source.num_classes, hosts, world, device)
+    check_same_data(data_fingerprint.fingerprint, source.num_images, source.num_classes, hosts, device)
     return Run(
         config=config,
         world=world,

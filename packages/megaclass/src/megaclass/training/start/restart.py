@@ -36,6 +36,7 @@ from megaclass.config.schema import Config
 from megaclass.distributed.agreement import on_main_rank_for_long, text_of_main_rank
 from megaclass.errors import CheckpointError
 from megaclass.progress import size_text
+from megaclass.training.model.distil import CACHE_FILES
 from megaclass.training.run.folder import RunFolder
 from megaclass.training.run.run import make_data
 from megaclass.training.sinks import TRACKERS
@@ -168,7 +169,8 @@ def wait_for_room(folder: RunFolder) -> None:
 def take_over(config: Config, folder: RunFolder, mode: StartMode) -> None:
     """Rank 0. Puts this run into the folder, as late as possible: mistakes in settings, data or weights were found by now."""
     if mode.overwrite:
-        folder.clear()
+        # What the teacher has embedded for this run is there already.
+        folder.clear(but=CACHE_FILES if config.distil.cache else ())
     folder.write_config(to_toml(config))
     folder.set_taken(True)
 

@@ -91,26 +91,23 @@ def _choose(run: Run, mode: StartMode) -> Path:
     """Collective. Returns the checkpoint to resume from, every byte of which has been checked."""
     assert mode.resume is not None
     where, checkpoints = mode.resume, run.folder.checkpoints
-    candidates: list[Path] = []
 
-    def list_candidates() -> list[Path]:
+    def candidates() -> list[Path]:
         # Rank 0 alone calls this: another rank may see an older state of a network file system.
-        candidates.append(Path(where))
-        if where in ("auto", "best"):
-            candidates[:] = published(checkpoints)[::-1]
-            best = best_folder(candidates[::-1])
-            if where == "best" and best is not None:
-                candidates[:] = [best]
-        return candidates
+        if where not in ("auto", "best"):
+            return [Path(where)]
+        oldest_first = published(checkpoints)
+        best = best_folder(oldest_first) if where == "best" else None
+        return oldest_first[::-1] if best is None else [best]
 
     found, passed_over = first_whole_on_all_ranks(
-        list_candidates,
+        candidates,
         run.device,
         lambda folder, manifest: _check_same_run(manifest, run.config, folder, mode.command),
     )
 
     def report() -> None:
-        if found is None and len(candidates) == 1:
+        if found is None and len(passed_over) == 1:
             raise CheckpointError(passed_over[0])
         for reason in passed_over:
             _logger.info(f"passed over a checkpoint: {reason}")
