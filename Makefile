@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # What the tests of several hosts, of mpirun and Slurm, and of the report in a browser need; without them these are skipped.
 SYSTEM_PACKAGES := openssh-server openssh-client iproute2 nftables ethtool openmpi-bin slurm-wlm munge chromium strace procps
 
-.PHONY: demo test test-fast test-gpu lint bench reproduce-glyphs docs soak clean system-packages
+.PHONY: demo test test-fast test-gpu test-triton lint bench reproduce-glyphs docs soak clean system-packages
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/megaclass demo
@@ -30,6 +30,13 @@ test-fast: $(VENV)/.dev-installed
 # On a machine with a CUDA GPU.
 test-gpu: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m gpu
+
+# Compiles all programs for GPUs, which need not be here, with the Triton that torch 2.11, 2.12, 2.13, 2.14 and 2.15 bring.
+TRITONS ?= 3.6.0 3.7.0 3.7.1 3.8.0 3.9.0
+test-triton: $(VENV)/.dev-installed
+	@set -e; for version in $(TRITONS); do folder=$(VENV)/triton-$$version; echo "Triton $$version"; \
+	test -d $$folder || $(PIP) --quiet --no-deps --target $$folder triton==$$version; \
+	PYTHONPATH=$$folder $(BIN)/python -m pytest -q tests/megaclass/test_compiled_programs.py; done
 
 # Each round of faults.py meets every kind of fault once. Needs root. fuzz.py reads 100,000 mutations of each kind of file.
 ROUNDS ?= 6

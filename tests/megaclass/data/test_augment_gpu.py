@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.compiled_programs import compile_for
 from tests.triton_interpreter import interpreted, outside
 
 from megaclass.data import augment as reference
@@ -24,23 +23,6 @@ from megaclass.data.augment_gpu.prepare import has_program, mirroring_key, prepa
 from megaclass.data.loader import _MIRROR_SALT, mirrored
 
 INDICES = np.array([3, 2**40 + 1, 17, 0])
-
-
-@pytest.mark.ranks
-@outside
-@pytest.mark.parametrize("operations", [(), (1, 4, 9)], ids=["none", "crop, low_resolution, jpeg"])
-def test_the_program_fits_a_hopper_gpu(operations: tuple[int, ...]):
-    types = {"pixels": "*u8", "out": "*fp32", "indices": "*i64", "keys": "*i64", "shares": "*fp32", "scratch": "*fp32"}
-    types |= {"small_sizes": "*i32", "tables": "*fp32"} | dict.fromkeys(("step", "epoch"), "i32")
-    types |= dict.fromkeys(("stride_b", "stride_c", "stride_h", "stride_w"), "i32")
-    packed = sum(number << (4 * place) for place, number in enumerate(operations))
-    constants = {"H": 112, "W": 112, "OPERATIONS": packed, "COUNT": len(operations), "PICK": len(operations) // 2}
-    constants |= {"MIRROR": True, "BLOCK": prepare_module._BLOCK}
-    usage = compile_for(
-        90, programs.prepare_images, types, constants, num_warps=prepare_module._NUM_WARPS, num_stages=1
-    )
-    # At least two programs share a multiprocessor, so one computes while another reads.
-    assert usage.spilled_bytes == 0 and 2 * prepare_module._NUM_WARPS * 32 * usage.registers <= 65536
 
 
 def pictures(height: int, width: int) -> torch.Tensor:

@@ -278,6 +278,39 @@ def test_a_second_backward_without_begin_step_is_refused():
         second.backward()
 
 
+def _labels_that_were_not_announced() -> str:
+    head = new_head(13, sample_rate=0.3)
+    x, y = batches(1, 13, size=8)[0]
+    x, y = my_part(x).clone().requires_grad_(), my_part(y)
+    head.begin_step(torch.zeros_like(y))
+    try:
+        head(x, y)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_labels_that_begin_step_was_not_given_are_refused_on_every_rank(run_ranks, size):
+    for message in run_ranks(size, _labels_that_were_not_announced):
+        assert "Give begin_step() all labels of the step" in message
+
+
+def _step_without_images(options: dict[str, Any]) -> tuple[float, bool]:
+    head = new_head(13, optimizer=RowSGD(), **options)
+    before = head.rows()["weight"].clone()
+    loss = head(torch.zeros(0, head.embedding_dim, requires_grad=True), torch.zeros(0, dtype=torch.int64))
+    loss.backward()
+    head.step(lr=0.1)
+    return loss.item(), torch.equal(head.rows()["weight"], before)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_labels": 3, "sample_rate": 0.3}], ids=["one label", "several labels"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_step_without_an_image_on_any_rank_moves_nothing(run_ranks, size, options):
+    assert run_ranks(size, _step_without_images, options) == [(0.0, True)] * size
+
+
 def test_a_step_without_backward_is_refused():
     with pytest.raises(UserError, match="without a forward and a backward"):
         new_head(13).step(lr=0.1)

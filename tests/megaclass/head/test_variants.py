@@ -111,6 +111,12 @@ CASES: dict[str, Case] = {
         lambda cosines, classes, now: 16 * cos_plus(cosines, 0.2),
         hard_negatives,
     ),
+    "inter-topk, filtered": Case(
+        {"margin": InterTopK(scale=16, margin=0.2, extra=0.1, k=4), "filter_above": 0.3},
+        lambda cosines, classes, now: 16 * cos_plus(cosines, 0.2),
+        # The closest are those that count.
+        lambda cosines, now: hard_negatives(torch.where(cosines > 0.3, 0.0, cosines), now),
+    ),
     "uniface": Case(
         {"margin": UniFace(scale=16, margin=0.2)},
         lambda cosines, classes, now: 16 * (cosines - 0.2) + now["bias"],
@@ -461,6 +467,16 @@ def test_the_mean_of_sampled_gradients_over_10000_draws_approaches_the_full_one(
     assert plain[0] < full[0] - 0.5
 
 
+@pytest.mark.parametrize("max_batch", [None, 4])
+def test_a_single_image_with_no_negative_but_the_labels_of_others_moves_nothing(max_batch):
+    head = PartialFC(D, C, sample_rate=0.0, negatives="in-batch", class_counts=COUNTS, max_batch=max_batch, seed=SEED)
+    before = head.rows()["weight"].clone()
+    loss = head(torch.ones(1, D, requires_grad=True), torch.tensor([5]))
+    loss.backward()
+    head.step(lr=1.0)
+    assert loss == 0 and torch.equal(head.rows()["weight"], before)
+
+
 def test_classes_are_drawn_in_proportion_to_their_frequency():
     counts = torch.tensor([0.0, 1, 2, 3, 4, 1000])
     rates = rates_by_frequency(counts, 0.5)
@@ -584,6 +600,18 @@ ONES = torch.ones(3, D)
             "weight of the image at position 1 of",
         ),
         ({"weighted": True}, torch.tensor([1, 2, 3]), torch.tensor([1.0, 1, math.inf]), "negative or not finite"),
+        (
+            {"weighted": True, "max_labels": 2},
+            torch.tensor([[1, 2], [3, 4], [5, -1]]),
+            torch.ones(3, 1),
+            "A weight of the image at position 0 of the batch of rank 0 is missing.*2 such image",
+        ),
+        (
+            {"weighted": True, "max_labels": 2},
+            [[1], [3, 4], [5]],
+            [[1.0], [1.0], [1.0]],
+            "image at position 1 .* is missing",
+        ),
         ({"weighted": True}, torch.tensor([1, 2, 3]), torch.ones(2), r"weights of shape \(2,\)"),
         (
             {"weighted": True},

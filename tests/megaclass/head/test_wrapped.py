@@ -366,7 +366,7 @@ def test_missing_unexpected_and_misshapen_entries_are_named():
     with pytest.raises(RuntimeError, match=r"Missing key.*head.store.state_momentum") as raised:
         model.load_state_dict(state)
     assert 'Unexpected key(s) in state_dict: "head.store.state_other"' in str(raised.value)
-    with pytest.raises(HeadError, match="num_subcentres differ"):
+    with pytest.raises(HeadError, match="num_subcentres or bias differ"):
         Model(25, num_subcentres=2).load_state_dict(model.state_dict())
 
 

@@ -161,6 +161,7 @@ def test_every_margin_trains_as_a_float64_head_does(name):
         "several labels, recompute",
         "decoupled",
         "weighted",
+        "weighted, a third",
         "adaface, several labels",
         "inner products",
         "inner products, in-batch, several labels",
@@ -192,6 +193,7 @@ def test_every_option_trains_as_a_float64_head_does(name):
         "several labels, recompute": {"max_labels": 2, "stored_bytes": 0, "num_classes": 100},
         "decoupled": {"max_labels": 2, "loss": "decoupled", "sample_rate": 0.5, "correct_sampling": True},
         "weighted": {"weighted": True},
+        "weighted, a third": {"weighted": True, "sample_rate": 0.3},
         "adaface, several labels": {"max_labels": 2, "margin": AdaFace(scale=16)},
         "inner products": inner,
         "inner products, in-batch, several labels": {**inner, **in_batch, "max_labels": 2},
@@ -200,6 +202,17 @@ def test_every_option_trains_as_a_float64_head_does(name):
     }[name]
     truth = train(new_head("chunked", **options), torch.float64)
     assert_close(train(new_head("triton_fused", **options), torch.float32), truth, 3e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"weighted": True}], ids=["plain", "weighted"])
+def test_a_step_without_images_moves_nothing(options):
+    head = new_head("triton_fused", max_batch=None, sample_rate=0.0, **options)
+    before = head.rows()["weight"].clone()
+    loss = head(torch.zeros(0, WIDTH, requires_grad=True), torch.zeros(0, dtype=torch.int64))
+    loss.backward()
+    head.step(lr=0.1)
+    assert loss == 0 and torch.equal(head.rows()["weight"], before)
 
 
 @interpreted
@@ -277,7 +290,6 @@ def test_stochastic_rounding_is_keyed_as_in_plain_pytorch(storage):
 
 @interpreted
 def test_drawn_classes_are_those_of_plain_pytorch():
-    from megaclass.head.centres import ClassRange
     from megaclass.head.gpu import rows as fused_rows
     from megaclass.head.sampling import rate_of_negatives, sample_classes
 
@@ -285,13 +297,13 @@ def test_drawn_classes_are_those_of_plain_pytorch():
     counted = rate_of_negatives(labels, 10_005, 0.1)
     for rate, capacity in ((0.0, 8), (0.1, 1300), (0.9, 9500), (counted, 1300), (torch.zeros_like(counted), 8)):
         truth = sample_classes(labels, 5, 10_000, rate, seed=7, step=3)
-        drawn = fused_rows.draw(labels, ClassRange(5, 10_005), rate, 7, torch.tensor([3]), capacity, 10.0)
+        drawn = fused_rows.draw(labels, range(5, 10_005), rate, 7, torch.tensor([3]), capacity, 10.0)
         classes, weights, count = drawn.classes_S, drawn.class_weight_S, len(truth.classes_S)
         assert int(drawn.num_drawn) == count and not drawn.overflowed
         assert torch.equal(classes[:count], truth.classes_S) and (classes[count:] == 10_000).all()
         assert weights is not None and (weights[count:] == 0).all()
         assert torch.equal(weights[:count], torch.where(truth.is_positive_S, 1.0, 10.0))
-    assert fused_rows.draw(labels, ClassRange(5, 10_005), 0.1, 7, torch.tensor([3]), 500, 1.0).overflowed == 1
+    assert fused_rows.draw(labels, range(5, 10_005), 0.1, 7, torch.tensor([3]), 500, 1.0).overflowed == 1
 
 
 @interpreted

@@ -1,7 +1,6 @@
 """The class centres of one rank and their optimizer state, row for row."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,26 +27,14 @@ _INITIAL_DEVIATION = 0.01
 _BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 26}
 
 
-@dataclass(frozen=True, slots=True)
-class ClassRange:
-    """Classes [start, stop) of one rank."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-def class_range(num_classes: int, rank: int, world_size: int) -> ClassRange:
+def class_range(num_classes: int, rank: int, world_size: int) -> range:
     """Returns the classes of a rank: contiguous ranges of nearly equal size, by the rule of InsightFace's checkpoints."""
     if num_classes < world_size:
         raise HeadError(
             f"{num_classes} classes cannot be cut over {world_size} ranks: every rank needs at least one class. "
             f"Use at most {num_classes} ranks."
         )
-    part = even_part(num_classes, rank, world_size)
-    return ClassRange(part.start, part.stop)
+    return even_part(num_classes, rank, world_size)
 
 
 class Centres:
@@ -59,7 +46,7 @@ class Centres:
 
     def __init__(
         self,
-        classes: ClassRange,
+        classes: range,
         embedding_dim: int,
         num_subcentres: int,
         *,
@@ -134,7 +121,7 @@ class Centres:
             if len(source) % self.num_subcentres or source.shape[1:] != own[name].shape[1:]:
                 raise HeadError(
                     f"Rows of {name!r} have shape {tuple(source.shape)}, this head's {tuple(own[name].shape)} with "
-                    f"{self.num_subcentres} centre(s) per class: embedding_dim or num_subcentres differ."
+                    f"{self.num_subcentres} centre(s) per class: embedding_dim, num_subcentres or bias differ."
                 )
             num_classes = len(source) // self.num_subcentres
             start = max(first_class, self.classes.start)

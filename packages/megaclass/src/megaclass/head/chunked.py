@@ -108,6 +108,8 @@ def hardest(problem: Problem, k: int) -> Tensor:
     top_Gk = problem.unit_GD.new_full((len(problem.unit_GD), k), -torch.inf, dtype=problem.work_dtype)
     for start, stop in _chunks(problem):
         values_GS = _similarities(problem, _Chunk(problem, start, stop))
+        if problem.filter_above is not None:
+            values_GS.masked_fill_(values_GS > problem.filter_above, 0)
         if problem.class_weight_S is not None:
             # Padding of the list of drawn classes.
             values_GS.masked_fill_(problem.class_weight_S[start:stop] == 0, -torch.inf)

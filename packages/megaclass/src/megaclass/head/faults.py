@@ -87,9 +87,9 @@ def overflow_fault(fault: Tensor, num_overflowed: Tensor, kind: int = OVERFLOW) 
 class FaultWatch:
     """Keeps the first fault until the host has seen it.
 
-    `first_fault` is written on the device by forward (`note`, or the fused program) and read there as a mask; always in
-    place, because captured graphs have its address. `_copies` are copies on their way to the host, one per forward; the
-    oldest is read when its transfer has long finished. `_spare` is the memory of one that has been read, for the next.
+    `first_fault` is written on the device by forward (`note`, or the fused program) and read there as a mask. `_copies` are
+    copies on their way to the host, one per forward; the oldest is read when its transfer has long finished. `_spare` is the
+    memory of one that has been read, for the next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,7 +144,8 @@ class FaultWatch:
             return
         self.clear()
         error = NotFiniteError if kind == NOT_FINITE else HeadError
-        raise error(_text(kind, rank, position, value, count, step, num_classes))
+        facts = {"rank": rank, "position": position, "value": value, "count": count, "step": step}
+        raise error(_TEXTS[kind].format(**facts, num_classes=num_classes, kept=_KEPT))
 
 
 def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, values_G: Tensor, otherwise: Tensor, step: int) -> Tensor:
@@ -166,59 +167,53 @@ def _first(bad_G: Tensor, kind: int, batch: GlobalBatch, values_G: Tensor, other
     return torch.where(bad_G.any(), values, otherwise)
 
 
-def _text(kind: int, rank: int, position: int, value: int, count: int, step: int, num_classes: int) -> str:
-    if kind == LABEL:
-        return (
-            f"Label {value} at position {position} of the batch of rank {rank} is outside [0, {num_classes}) "
-            f"({count} such label(s) in the global batch of step {step}, counted from 0). {_KEPT} "
-            f"Check num_classes against the data."
-        )
-    if kind == NOT_FINITE:
-        return (
-            f"{count} embedding(s) of the global batch are NaN or infinite, the first at position {position} of rank {rank} "
-            f"(label {value}) in step {step}, counted from 0. {_KEPT} Lower the learning rate or the loss "
-            f"scale, or look at that image."
-        )
-    if kind == OUT_OF_STEP:
-        return (
-            f"Rank {rank} is at step {position} of the head while rank 0 is at step {value}: every rank must call "
-            f"forward, backward and step equally often. {_KEPT}"
-        )
-    if kind == LABELS:
-        return (
-            f"The image at position {position} of the batch of rank {rank} has no label, or the same one twice ({count} such "
-            f"image(s) in the global batch of step {step}, counted from 0). Every image needs one to max_labels different "
-            f"labels; -1 is padding. {_KEPT}"
-        )
-    if kind == WEIGHT:
-        return (
-            f"A weight of the image at position {position} of the batch of rank {rank} is negative or not finite ({count} such "
-            f"image(s) in the global batch of step {step}, counted from 0). Weights must be 0 or more. {_KEPT}"
-        )
-    if kind == NO_COUNT:
-        return (
-            f"Class {value}, of the image at position {position} of the batch of rank {rank}, has the class count 0 ({count} "
-            f"such image(s) in the global batch of step {step}, counted from 0). {_KEPT} class_counts must be above 0 for "
-            f"every class that occurs."
-        )
-    if kind == LOGIT:
-        return (
-            f"The inner products of {count} image(s) with their negatives are too large for exp, or not finite. {_KEPT} Lower "
-            f"the learning rate, or raise the temperature: logits should stay below 600, and below 75 with the kernel "
-            f"triton_fused."
-        )
-    if kind == OVERWRITTEN:
-        return (
-            f"The centres of {count} rank(s), the first of them rank {rank}, were written to by something other than the "
-            f"head before step {step}, counted from 0: a broadcast, an average over ranks, or another rank's state. Every "
-            f"rank holds classes of its own, so this loses them. {_KEPT} Keep the head's tensors out of "
-            f"such calls, then load a checkpoint. Centres are changed with load_rows() or load_state_dict(); after "
-            f"writing to rows() yourself call accept_rows()."
-        )
-    return (
-        f"More classes were drawn than fit the capacity on {count} rank(s). {_KEPT} "
-        f"Raise max_batch, which the capacity is computed from, to the largest batch in use."
-    )
+_TEXTS = {
+    LABEL: (
+        "Label {value} at position {position} of the batch of rank {rank} is outside [0, {num_classes}) "
+        "({count} such label(s) in the global batch of step {step}, counted from 0). {kept} "
+        "Check num_classes against the data."
+    ),
+    NOT_FINITE: (
+        "{count} embedding(s) of the global batch are NaN or infinite, the first at position {position} of rank {rank} "
+        "(label {value}) in step {step}, counted from 0. {kept} Lower the learning rate or the loss "
+        "scale, or look at that image."
+    ),
+    OUT_OF_STEP: (
+        "Rank {rank} is at step {position} of the head while rank 0 is at step {value}: every rank must call "
+        "forward, backward and step equally often. {kept}"
+    ),
+    LABELS: (
+        "The image at position {position} of the batch of rank {rank} has no label, or the same one twice ({count} such "
+        "image(s) in the global batch of step {step}, counted from 0). Every image needs one to max_labels different "
+        "labels; -1 is padding. {kept}"
+    ),
+    WEIGHT: (
+        "A weight of the image at position {position} of the batch of rank {rank} is missing, negative or not finite "
+        "({count} such image(s) in the global batch of step {step}, counted from 0). Weights must be 0 or more. {kept}"
+    ),
+    NO_COUNT: (
+        "Class {value}, of the image at position {position} of the batch of rank {rank}, has the class count 0 ({count} "
+        "such image(s) in the global batch of step {step}, counted from 0). {kept} class_counts must be above 0 for "
+        "every class that occurs."
+    ),
+    LOGIT: (
+        "The inner products of {count} image(s) with their negatives are too large for exp, or not finite. {kept} Lower "
+        "the learning rate, or raise the temperature: logits should stay below 600, and below 75 with the kernel "
+        "triton_fused."
+    ),
+    OVERWRITTEN: (
+        "The centres of {count} rank(s), the first of them rank {rank}, were written to by something other than the "
+        "head before step {step}, counted from 0: a broadcast, an average over ranks, or another rank's state. Every "
+        "rank holds classes of its own, so this loses them. {kept} Keep the head's tensors out of "
+        "such calls, then load a checkpoint. Centres are changed with load_rows() or load_state_dict(); after "
+        "writing to rows() yourself call accept_rows()."
+    ),
+    OVERFLOW: (
+        "Classes that take part in the step are not among those drawn, on {count} rank(s). {kept} "
+        "Give begin_step() all labels of the step. Without begin_step(): more classes were drawn than fit the capacity; raise "
+        "max_batch, which it is computed from, to the largest batch in use."
+    ),
+}
 
 
 # ---- writes to the centres by others ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The labels of a batch: one per image, several, with weights. Several are padded with -1 to the head's max_labels."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -43,9 +44,10 @@ def label_words(
         return labels_BP
     is_label_BP = labels_BP != PADDING
     if weights is not None and not isinstance(weights, Tensor):
-        weights = padded(weights, max_labels, 0.0, torch.float64, "weights").to(labels_BP.device)
+        weights = padded(weights, max_labels, math.nan, torch.float64, "weights").to(labels_BP.device)
     if weights is not None and weights.ndim == 2:
-        weights_BP = torch.nn.functional.pad(weights.double(), (0, max_labels - weights.shape[1]))
+        # A label without a weight gets one that is not a number, which is a fault.
+        weights_BP = torch.nn.functional.pad(weights.double(), (0, max_labels - weights.shape[1]), value=math.nan)
     else:
         weights_BP = default_weights(is_label_BP, is_shared=is_shared)
         weights_BP = weights_BP if weights is None else weights_BP * weights.double()[:, None]
@@ -62,5 +64,6 @@ def read_words(words_G: Tensor, max_labels: int) -> tuple[Tensor, Tensor | None]
     """Returns (G, P) labels, and (G, P) weights if they travelled."""
     if words_G.ndim == 1:
         return words_G[:, None], None
-    labels_GP, bits_GP = words_G[:, :max_labels], words_G[:, max_labels:]
-    return labels_GP, bits_GP.contiguous().view(torch.float64) if bits_GP.shape[1] else None
+    # Contiguous, because the programs of the GPU read them as they lie.
+    labels_GP, bits_GP = words_G[:, :max_labels].contiguous(), words_G[:, max_labels:].contiguous()
+    return labels_GP, bits_GP.view(torch.float64) if bits_GP.shape[1] else None

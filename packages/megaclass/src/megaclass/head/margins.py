@@ -24,6 +24,7 @@ from megaclass.errors import HeadError
 from megaclass.head.losses import LossName
 
 Gradient = Literal["exact", "straight-through"]
+Limits = Mapping[str, tuple[float, float]]
 GpuRule = Literal["cosine", "angle"]
 """cosine: scale * (cos(theta) - margin). angle: ArcFace, exact or straight-through. See gpu/image_programs.py:finish_losses."""
 
@@ -86,6 +87,19 @@ class Margin:
     """The state `bias` is an addend of all logits, and statistics() is replaced by its gradient: (images, sum over them)."""
     loss_factors: tuple[float, float] = (1.0, 1.0)
     """Factors of the labels' and of the negatives' terms of the sigmoid loss."""
+    limits: ClassVar[Limits] = {}
+    """Smallest and largest value of the fields of a margin that is a dataclass."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.logit_bound() <= 600:
+            raise HeadError(
+                f"{type(self).__name__}.scale is {self.scale}; it must be above 0, and logits (up to "
+                f"{self.logit_bound():g} here) must stay within ±600."
+            )
+        for name, (low, high) in self.limits.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise HeadError(f"{type(self).__name__}.{name} is {value}; it must lie in [{low:g}, {high:.4g}].")
 
     def __repr__(self) -> str:
         """Returns class and fields. Ranks compare it, so it must not contain an address."""
@@ -162,9 +176,6 @@ class NormalisedSoftmax(Margin):
     gpu_rule: ClassVar[GpuRule | None] = "cosine"
     needs_cosines: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        _check_scale(self)
-
 
 @dataclass(frozen=True)
 class ArcFace(Margin):
@@ -176,10 +187,10 @@ class ArcFace(Margin):
     gradient: Gradient = "exact"
     """`straight-through` takes the derivative of the logit as `scale`, as InsightFace's training code does."""
     gpu_rule: ClassVar[GpuRule | None] = "angle"
+    limits: ClassVar[Limits] = {"margin": (0, math.pi / 2)}
 
     def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "margin", 0, math.pi / 2)
+        super().__post_init__()
         _check_gradient(self, self.gradient)
 
     def target_logits(self, targets: Targets) -> Tensor:
@@ -196,10 +207,7 @@ class CosFace(Margin):
     margin: float = 0.4
     gpu_rule: ClassVar[GpuRule | None] = "cosine"
     needs_cosines: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "margin", 0, 2)
+    limits: ClassVar[Limits] = {"margin": (0, 2)}
 
     def target_logits(self, targets: Targets) -> Tensor:
         return self.scale * (targets.cosines_G - self.margin)
@@ -216,12 +224,10 @@ class CombinedMargin(Margin):
     gradient: Gradient = "exact"
     """`straight-through` takes the derivative of the logit as `scale`, and does not continue the value past pi."""
     sizes: ClassVar[tuple[str, ...]] = ("angle", "cosine")
+    limits: ClassVar[Limits] = {"multiplier": (0.5, 8), "angle": (0, math.pi / 2), "cosine": (0, 2)}
 
     def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "multiplier", 0.5, 8)
-        _check_range(self, "angle", 0, math.pi / 2)
-        _check_range(self, "cosine", 0, 2)
+        super().__post_init__()
         _check_gradient(self, self.gradient)
 
     def target_logits(self, targets: Targets) -> Tensor:
@@ -248,12 +254,7 @@ class AdaFace(Margin):
     momentum: float = 0.01
     """Weight of a step's mean and deviation in the running ones."""
     initial_state: ClassVar[Mapping[str, float]] = {"norm_mean": 20.0, "norm_std": 100.0}
-
-    def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "margin", 0, 1)
-        _check_range(self, "concentration", 0, math.inf)
-        _check_range(self, "momentum", 0, 1)
+    limits: ClassVar[Limits] = {"margin": (0, 1), "concentration": (0, math.inf), "momentum": (0, 1)}
 
     def target_logits(self, targets: Targets) -> Tensor:
         norms_G = _safe_norms(targets)
@@ -291,16 +292,22 @@ class MagFace(Margin):
     upper_margin: float = 0.8
     penalty_weight: float = 35.0
     sizes: ClassVar[tuple[str, ...]] = ("lower_margin", "upper_margin")
+    limits: ClassVar[Limits] = {
+        "lower_margin": (0, math.pi / 2),
+        "upper_margin": (0, math.pi / 2),
+        "penalty_weight": (0, math.inf),
+    }
 
     def __post_init__(self) -> None:
-        _check_scale(self)
+        super().__post_init__()
         if not 0 < self.lower_norm < self.upper_norm:
             raise HeadError(
                 f"MagFace.lower_norm is {self.lower_norm} and upper_norm {self.upper_norm}: expected 0 < lower < upper."
             )
-        _check_range(self, "lower_margin", 0, math.pi / 2)
-        _check_range(self, "upper_margin", self.lower_margin, math.pi / 2)
-        _check_range(self, "penalty_weight", 0, math.inf)
+        if self.upper_margin < self.lower_margin:
+            raise HeadError(
+                f"MagFace.upper_margin is {self.upper_margin}; it must lie in [{self.lower_margin:g}, {math.pi / 2:.4g}]."
+            )
 
     def target_logits(self, targets: Targets) -> Tensor:
         slope = (self.upper_margin - self.lower_margin) / (self.upper_norm - self.lower_norm)
@@ -322,11 +329,7 @@ class CurricularFace(Margin):
     """Weight of a step's mean target cosine in the running one, t."""
     touches_only_target: ClassVar[bool] = False
     initial_state: ClassVar[Mapping[str, float]] = {"t": 0.0}
-
-    def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "margin", 0, math.pi / 2)
-        _check_range(self, "momentum", 0, 1)
+    limits: ClassVar[Limits] = {"margin": (0, math.pi / 2), "momentum": (0, 1)}
 
     def target_logits(self, targets: Targets) -> Tensor:
         return self.scale * add_angle(targets.cosines_G, self.margin)
@@ -367,11 +370,10 @@ class ElasticFace(Margin):
     margin: float = 0.5
     deviation: float = 0.0125
     kind: Literal["arc", "cos"] = "arc"
+    limits: ClassVar[Limits] = {"margin": (0, math.pi / 2), "deviation": (0, 1)}
 
     def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "margin", 0, math.pi / 2)
-        _check_range(self, "deviation", 0, 1)
+        super().__post_init__()
         if self.kind not in ("arc", "cos"):
             raise HeadError(f"ElasticFace.kind is {self.kind!r}: expected 'arc' or 'cos'.")
 
@@ -395,12 +397,15 @@ class DynamicArcFace(Margin):
     offset: float = 0.05
     needs_class_counts: ClassVar[bool] = True
     sizes: ClassVar[tuple[str, ...]] = ("factor", "offset")
+    limits: ClassVar[Limits] = {"factor": (0, math.pi / 2), "exponent": (0, 8), "offset": (0, math.pi / 2)}
 
     def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "offset", 0, math.pi / 2)
-        _check_range(self, "factor", 0, math.pi / 2 - self.offset)
-        _check_range(self, "exponent", 0, 8)
+        super().__post_init__()
+        if self.factor + self.offset > math.pi / 2:
+            raise HeadError(
+                f"DynamicArcFace.factor is {self.factor} and offset {self.offset}: together, the margin of a class of one "
+                f"image, they must be at most {math.pi / 2:.4g}."
+            )
 
     def target_logits(self, targets: Targets) -> Tensor:
         assert targets.class_counts_G is not None, "the head has checked that it has class counts"
@@ -420,12 +425,7 @@ class InterTopK(Margin):
     touches_only_target: ClassVar[bool] = False
     negatives_read_targets: ClassVar[bool] = False
     sizes: ClassVar[tuple[str, ...]] = ("margin", "extra")
-
-    def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "margin", 0, math.pi / 2)
-        _check_range(self, "extra", 0, math.pi / 2)
-        _check_range(self, "k", 1, 10_000)
+    limits: ClassVar[Limits] = {"margin": (0, math.pi / 2), "extra": (0, math.pi / 2), "k": (1, 10_000)}
 
     @property
     def num_hardest(self) -> int:  # type: ignore[override]
@@ -457,13 +457,7 @@ class _SigmoidMargin(Margin):
     loss: ClassVar[LossName] = "sigmoid"
     learns_bias: ClassVar[bool] = True
     initial_state: ClassVar[Mapping[str, float]] = {"bias": 0.0}
-
-    def __post_init__(self) -> None:
-        _check_scale(self)
-        _check_range(self, "margin", 0, 2)
-        _check_range(self, "bias_rate", 0, math.inf)
-        if self.bias is not None:
-            _check_range(self, "bias", -600, 600)
+    limits: ClassVar[Limits] = {"margin": (0, 2), "bias_rate": (0, math.inf), "bias": (-600, 600)}
 
     def next_state(self, state: Mapping[str, Tensor], statistics: Tensor) -> dict[str, Tensor]:
         count, gradient = statistics
@@ -499,11 +493,7 @@ class SphereFace2(_SigmoidMargin):
     scale: float = 40.0
     t: float = 3.0
     balance: float = 0.7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_range(self, "t", 1, 100)
-        _check_range(self, "balance", 1e-6, 1 - 1e-6)
+    limits: ClassVar[Limits] = {**_SigmoidMargin.limits, "t": (1, 100), "balance": (1e-6, 1 - 1e-6)}
 
     @property
     def loss_factors(self) -> tuple[float, float]:  # type: ignore[override]
@@ -549,20 +539,6 @@ def _safe_norms(targets: Targets) -> Tensor:
     return targets.norms_G.detach().clamp(1e-3, 100)
 
 
-def _check_scale(margin: Margin) -> None:
-    if not 0 < margin.logit_bound() <= 600:
-        raise HeadError(
-            f"{type(margin).__name__}.scale is {margin.scale}; it must be above 0, and logits (up to "
-            f"{margin.logit_bound():g} here) must stay within ±600."
-        )
-
-
 def _check_gradient(margin: Margin, gradient: str) -> None:
     if gradient not in get_args(Gradient):
         raise HeadError(f"{type(margin).__name__}.gradient is {gradient!r}: expected 'exact' or 'straight-through'.")
-
-
-def _check_range(margin: Margin, field: str, low: float, high: float) -> None:
-    value = getattr(margin, field)
-    if not low <= value <= high:
-        raise HeadError(f"{type(margin).__name__}.{field} is {value}; it must lie in [{low:g}, {high:.4g}].")

@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from megaclass.errors import HeadError
 from megaclass.head import chunked
 from megaclass.head import state_dict as head_state
-from megaclass.head.centres import STORAGE_DTYPES, Centres, ClassRange, class_range
+from megaclass.head.centres import STORAGE_DTYPES, Centres, class_range
 from megaclass.head.faults import FaultWatch
 from megaclass.head.followed_scaler import FollowedScaler, check_unscaled
 from megaclass.head.gather_batch import gather_batch
@@ -90,7 +90,7 @@ class PartialFC(nn.Module):
     rank: int
     world_size: int
     settings: HeadSettings
-    classes: ClassRange
+    classes: range
     """Classes on this rank."""
     store: Centres
     """Centres and optimizer state of this rank; written by the engine's update and by loading."""
@@ -539,7 +539,7 @@ class PartialFC(nn.Module):
         load_state_dict() accepts it on any number of ranks.
         """
         rows = head_state.gather_whole_rows(self.store, self.settings.num_classes, self.group)
-        return head_state.name_tensors(rows, self.margin_state, self._header(ClassRange(0, self.settings.num_classes)))
+        return head_state.name_tensors(rows, self.margin_state, self._header(range(self.settings.num_classes)))
 
     def get_extra_state(self) -> Tensor:
         return self._header(self.classes).to_tensor()
@@ -557,7 +557,7 @@ class PartialFC(nn.Module):
             )
         self.step_count = header.step_count
 
-    def _header(self, classes: ClassRange) -> StateHeader:
+    def _header(self, classes: range) -> StateHeader:
         return StateHeader(self.step_count, classes, self.settings.num_classes)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

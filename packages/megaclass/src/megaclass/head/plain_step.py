@@ -122,7 +122,8 @@ class PlainStep:
         local_S = sample.classes_S.clamp_max(len(own) - 1)
         if is_in_batch:
             chances_S = in_batch_probability(rates_K[local_S], rate, (labels_G >= 0).sum() - 1)
-            weight_S = 1 / chances_S.clamp_min(torch.finfo(torch.float64).tiny)
+            # 0 if the step has a single label: no image has its class as a negative, but padding must not meet infinity.
+            weight_S = torch.where(chances_S > 0, 1 / chances_S, 1)
         else:
             weight_S = torch.where(sample.is_positive_S, 1, 1 / rates_K[local_S])
         weight_S = weight_S.masked_fill(sample.classes_S >= len(own), 0).to(self.context.store.work_dtype)
@@ -165,13 +166,19 @@ class PlainStep:
         margin = self.context.settings.margin_at(step)
         images, gathered = self._gather(embeddings_BD, words_B, step, product_dtype)
         draw = opened if opened is not None else self.draw(images.labels_N, images.counts_W, step)
-        slots_N, classes_S = images.local_ids_N, draw.drawn.classes_S
+        slots_N, classes_S, overflowed = images.local_ids_N, draw.drawn.classes_S, draw.overflowed
         if classes_S is not None:
-            # classes_S is ascending and contains every positive, so the search always finds the class itself.
-            slots_N = torch.where(slots_N >= 0, torch.searchsorted(classes_S, slots_N), -1)
+            # classes_S is ascending and contains every positive, so the search finds the class itself.
+            is_here_N, places_N = slots_N >= 0, torch.searchsorted(classes_S, slots_N)
+            if opened is not None:
+                # Unless begin_step() was not given this label: a fault, because its class may take no part.
+                is_found_N = torch.searchsorted(classes_S, slots_N, right=True) > places_N
+                overflowed = overflowed + (is_here_N & ~is_found_N).any()
+                is_here_N &= is_found_N
+            slots_N = torch.where(is_here_N, places_N, -1)
         problem = self._new_problem(draw, images, slots_N, margin, for_backward)
         targets = self._targets(draw, images, step)
-        sums, cosines_N, num_overflowed = self._sum_negatives(draw, images, problem, targets, margin)
+        sums, cosines_N, num_overflowed = self._sum_negatives(draw, overflowed, images, problem, targets, margin)
         # After the all-reduce, which also counts the ranks whose list was too short.
         self._note_overflow(gathered, images, sums, num_overflowed)
         losses = self._losses(draw, images, targets, sums, cosines_N, margin)
@@ -289,16 +296,22 @@ class PlainStep:
         )
 
     def _sum_negatives(
-        self, draw: StepDraw, images: GatheredImages, problem: Problem, targets: Targets, margin: Margin
+        self,
+        draw: StepDraw,
+        overflowed: Tensor,
+        images: GatheredImages,
+        problem: Problem,
+        targets: Targets,
+        margin: Margin,
     ) -> tuple[NegativeSums, Tensor, Tensor]:
         """Collective: all-reduces G + N + 1 float64; N, then G + 1, if the margin's negatives depend on the target.
 
         G more for a margin with a bias, G + 1 more for label smoothing. For a margin with num_hardest, k numbers per image
         and rank are all-gathered before.
 
+        overflowed: above 0 if this rank's list of drawn classes lacks a class that takes part.
         targets: with cosines_G as this rank knows them: zero if another rank owns the class.
-        Returns, over all ranks, the sums over the images' negatives, the target cosines, and the number of ranks whose list of
-        drawn classes overflowed.
+        Returns, over all ranks, the sums over the images' negatives, the target cosines, and the number of such ranks.
         """
         cosines_N, group, settings = targets.cosines_G, self.context.group, self.context.settings
         if margin.num_hardest:
@@ -316,11 +329,7 @@ class PlainStep:
             problem.negative_logits = lambda cosines_GS: margin.negative_logits(cosines_GS, targets)
             problem.curriculum = margin.curriculum(targets) if isinstance(margin, CurricularFace) else None
         mass = self.kernel.mass(problem)
-        own = (
-            [mass.flatten(), draw.overflowed[None]]
-            if reads_targets
-            else [mass.flatten(), cosines_N, draw.overflowed[None]]
-        )
+        own = [mass.flatten(), *([] if reads_targets else [cosines_N]), overflowed[None]]
         if settings.label_smoothing:
             weight_S = draw.drawn.class_weight_S
             num_classes = torch.full_like(draw.num_images, problem.num_classes)
@@ -345,9 +354,9 @@ class PlainStep:
             # Inner products are not bounded. All ranks have the same sums.
             num_infinite = (images.is_image_G & ~(sums.sum_G < self.largest_inner_sum)).sum()
             fault = overflow_fault(fault, num_infinite, LOGIT)
-            self.faults.note(fault)
-            self.faults.look(self.context.settings.num_classes)
         self.faults.note(fault)
+        if self.context.device.type == "cpu":
+            self.faults.look(self.context.settings.num_classes)
 
     def _losses(
         self,
@@ -436,8 +445,8 @@ class PlainStep:
         if part.problem.max_labels == 1:
             grad_GD.addcmul_(images.own_unit_ND, coefficients_N1)
         else:
-            grad_GD += (images.own_unit_ND * coefficients_N1).unflatten(0, (len(grad_GD), -1)).sum(1)
-        grad_BD = scatter_sum(grad_GD.unflatten(0, (-1, images.max_batch)), self.context.group)
+            grad_GD += (images.own_unit_ND * coefficients_N1).unflatten(0, (-1, part.problem.max_labels)).sum(1)
+        grad_BD = scatter_sum(images.by_rank(grad_GD), self.context.group)
 
         if not self.context.settings.is_cosine:
             return grad_BD

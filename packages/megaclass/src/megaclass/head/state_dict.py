@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaclass.errors import HeadError
-from megaclass.head.centres import Centres, ClassRange, class_range
+from megaclass.head.centres import Centres, class_range
 from megaclass_launch.ranks.collectives import gather_blocks, group_size
 
 EXTRA = "_extra_state"
@@ -35,7 +35,7 @@ class StateHeader:
     """Content of `_extra_state`."""
 
     step_count: int
-    classes: ClassRange
+    classes: range
     num_classes: int
 
     def to_tensor(self) -> Tensor:
@@ -50,7 +50,7 @@ class StateHeader:
             step, start, stop, num_classes = (
                 state[name] for name in ("step_count", "class_start", "class_stop", "num_classes")
             )
-        return cls(step, ClassRange(start, stop), num_classes)
+        return cls(step, range(start, stop), num_classes)
 
 
 def name_tensors(
@@ -98,7 +98,7 @@ def gather_whole_rows(store: Centres, num_classes: int, group: dist.ProcessGroup
     return whole
 
 
-def refuse_part(what: str, classes: ClassRange, num_classes: int, rank: int, world_size: int) -> HeadError:
+def refuse_part(what: str, classes: range, num_classes: int, rank: int, world_size: int) -> HeadError:
     """Returns the error for saving a module of which every rank holds a different part."""
     return HeadError(
         f"{what} holds only the classes [{classes.start}, {classes.stop}) of {num_classes}, those of rank {rank} of "

@@ -181,6 +181,11 @@ class GatheredImages:
         """Returns the rows of one rank's images, padding included."""
         return slice(rank * self.max_batch, (rank + 1) * self.max_batch)
 
+    def by_rank(self, rows_GD: Tensor) -> Tensor:
+        """Returns the rows as (W, max_batch, D). Both sizes are given: without an image on any rank neither follows."""
+        blocks_WBD: Tensor = rows_GD.unflatten(0, (len(self.counts_W), self.max_batch))
+        return blocks_WBD
+
 
 @dataclass(frozen=True, slots=True)
 class LossesAndSlopes:

@@ -20,7 +20,7 @@ from megaclass.checkpoint.host_copy import HostCopy
 from megaclass.checkpoint.tensor_file import DTYPE_NAMES
 from megaclass.distributed.agreement import gather_texts
 from megaclass.distributed.data_parallel import average_buffers_
-from megaclass.head.centres import ClassRange, class_range
+from megaclass.head.centres import class_range
 from megaclass.training.model.build import Model, generator_states, restore_generators
 from megaclass_launch.elastic import Assignment, ElasticWorker
 from megaclass_launch.errors import ConnectionLostError
@@ -354,7 +354,7 @@ class Commits:
         place.shared = place.shared_copy.take(model.shared_state())
         place.rows = place.rows_copy.take(rows)
         place.generators = generator_states(device)
-        own, kept = head.classes, ClassRange(0, 0)
+        own, kept = head.classes, range(0)
         if size > 1:
             source = (rank - self._distance) % size
             kept = class_range(head.num_classes, source, size)

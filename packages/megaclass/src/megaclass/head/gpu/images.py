@@ -264,7 +264,7 @@ def grad_embeddings(
         )
     if grad_GD is None:
         return None
-    grad_BD = scatter_sum(grad_GD.unflatten(0, (-1, images.max_batch)), group)
+    grad_BD = scatter_sum(images.by_rank(grad_GD), group)
     first, norm_slopes_G = images.of_rank(rank).start, part.losses.slope_norm_G
     out_BD = torch.empty((images.max_batch, dim), dtype=dtype, device=device)
     if images.max_batch:

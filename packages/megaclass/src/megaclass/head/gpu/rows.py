@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaclass.head.centres import Centres, ClassRange
+from megaclass.head.centres import Centres
 from megaclass.head.counter_random import stream_state
 from megaclass.head.gpu import image_programs, row_programs
 from megaclass.head.gpu.tiling import next_power_of_2
@@ -186,7 +186,7 @@ def _key_prefix(purpose: Stream, seed: int) -> int:
 
 def draw(
     labels_G: Tensor,
-    local_classes: ClassRange,
+    local_classes: range,
     rate: float | Tensor,
     seed: int,
     step: Tensor,

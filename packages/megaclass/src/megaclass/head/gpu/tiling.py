@@ -26,15 +26,16 @@ class Tiles:
     programs_per_sm: int = 1
     flatten: bool = False
     parts: int = 1
+    """A tile is stored in so many parts, with sub-centres 1: halves take less shared memory, on some GPUs fewer registers."""
 
 
 # By compute capability: the first row that the device reaches. Shared memory a block may use: 227, 99, 163 KiB.
 TILES: list[tuple[tuple[int, int], Tiles]] = [
     ((12, 0), Tiles(128, 128, 64, warps=8, stages=2)),
     ((9, 0), Tiles(128, 128, 64, warps=8, stages=3, programs_per_sm=2, flatten=True, parts=2)),
-    ((8, 9), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((8, 9), Tiles(128, 128, 64, warps=8, stages=2, parts=2)),
     ((8, 7), Tiles(128, 128, 64, warps=8, stages=3)),
-    ((8, 6), Tiles(128, 128, 64, warps=8, stages=2)),
+    ((8, 6), Tiles(128, 128, 64, warps=8, stages=2, parts=2)),
     ((8, 0), Tiles(128, 128, 64, warps=8, stages=3)),
 ]
 # Weights, a filter or a curriculum need more registers a thread; sub-centres keep the best cosine so far and the new
@@ -75,7 +76,8 @@ def cut_classes(
     # A chunk that is not kept takes room in addition to those that are: if little is kept, chunks are smaller.
     chunk_bytes = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, stored_bytes // 4))
     num_chunks = max(1, -(-num_classes // max(tiles.classes, chunk_bytes // bytes_per_class)))
-    per_chunk = -(-num_classes // num_chunks)
+    # Without images and with the sample rate 0 there are no classes.
+    per_chunk = max(1, -(-num_classes // num_chunks))
     splits = _choose_splits(
         -(-num_images // tiles.images), -(-per_chunk // tiles.classes), num_sms * tiles.programs_per_sm
     )
