@@ -177,6 +177,42 @@ def test_a_host_that_cannot_start_its_workers_is_given_up_with_them():
     assert driver.job.generation == 1 and driver.ranks() == {0: 0}
 
 
+def test_hosts_that_cannot_take_part_at_the_start_are_left_out_if_the_others_are_enough():
+    driver = Driver("a:1", "b:1", "c:1", options="--min-np 1")
+    driver.step(0.0)
+    job_end.lose(driver.job, driver.agent("a"), "does not answer")
+    driver.hear("b", say="refuse", why="There is no command 'train'.")
+    driver.step(1.0)
+    assert not driver.job.is_ending
+    driver.greet("c")
+    driver.step(2.0)
+    driver.ready(0)
+    driver.step(3.0)
+    assert driver.said[-1] == "generation 1: 1 rank on c:1."
+
+
+def test_the_first_generation_has_min_np_ranks_also_if_a_host_is_lost_before_it():
+    driver = Driver("a:1", "b:1", options="--min-np 2")
+    driver.step(0.0)
+    driver.greet("a", "b")
+    driver.step(1.0)
+    job_end.lose(driver.job, driver.agent("b"), "was lost")
+    driver.ready(0)
+    driver.step(2.0)
+    assert driver.job.current is None
+    assert driver.said[-1].startswith("1 rank(s) can run, but 2 are needed (--min-np): waiting for hosts")
+    driver.list_hosts("a:1", "b:1", "c:1")
+    driver.step(3.0)
+    driver.greet("c")
+    driver.step(4.0)
+    assert driver.alive() == [("a", 0), ("c", 0)]
+    [start] = driver.agent("c").orders("start")
+    assert [entry["world"]["rank"] for entry in start["workers"]] == [1]
+    driver.ready(2)
+    driver.step(5.0)
+    assert driver.ranks() == {0: 0, 2: 1}
+
+
 def test_an_agent_that_was_told_to_leave_refuses_in_vain():
     """Its host was removed and added again, and has ranks under a newer agent."""
     driver = Driver("a:1", "b:1")

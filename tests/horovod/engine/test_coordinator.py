@@ -187,6 +187,18 @@ def test_a_rank_that_may_still_come_keeps_crossed_operations_open():
     assert coordinator.check(10.0)[0] is None
 
 
+def test_a_rank_that_comes_late_has_its_own_moment_for_the_other_operation():
+    coordinator = _coordinator()
+    _announce(coordinator, 0, _request("x"), now=0.0)
+    _announce(coordinator, 2, _request("x", "allgather"), now=1.0)
+    assert coordinator.check(2.0)[0] is None
+    # Another of its threads is about to call allgather.
+    _announce(coordinator, 1, _request("x"), now=10.0)
+    assert coordinator.next_check() == 10.0 + CROSSED_S
+    assert coordinator.check(10.0)[0] is None
+    assert len(_errors(coordinator.check(10.0 + CROSSED_S)[0])) == 2
+
+
 def test_a_stall_is_warned_about_once_per_period_with_the_missing_ranks():
     coordinator = _coordinator(stall_warning_s=60.0)
     _announce(coordinator, 0, _request("x"), now=100.0)

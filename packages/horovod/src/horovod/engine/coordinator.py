@@ -82,6 +82,8 @@ class _Pending:
     """Time of the first announcement."""
     requests: dict[int, Request] = field(default_factory=dict)
     """By rank."""
+    changed: float = 0.0
+    """Time of the latest announcement."""
     was_compared: bool = False
     """True once it was compared with other operations of its name, since the latest announcement."""
     num_warnings: int = 0
@@ -171,7 +173,7 @@ class Coordinator:
             pending = self._pending.setdefault(request.key, _Pending(since))
             # A rank has one operation per key in flight (its controller sees to that), so nothing is overwritten.
             pending.requests[rank] = request
-            pending.was_compared = False
+            pending.changed, pending.was_compared = since, False
             self._settle(request.key)
 
     def _join(self, rank: int) -> None:
@@ -219,7 +221,7 @@ class Coordinator:
     def _next_look(self, pending: _Pending) -> float:
         warn_s, end_s = self._settings.stall_warning_s, self._settings.stall_shutdown_s
         if not pending.was_compared:
-            return pending.since + CROSSED_S
+            return pending.changed + CROSSED_S
         if not warn_s:
             return math.inf
         # Each further interval warns again: whoever looks at the log late still finds it near the end.
@@ -258,7 +260,7 @@ class Coordinator:
         """Returns groups of operations of one name that block each other: they differ in kind or in process set."""
         by_name: dict[str, list[Key]] = {}
         for key, pending in self._pending.items():
-            pending.was_compared |= now - pending.since >= CROSSED_S
+            pending.was_compared |= now - pending.changed >= CROSSED_S
             if pending.was_compared:
                 by_name.setdefault(key[2], []).append(key)
         return [keys for keys in by_name.values() if len(keys) > 1 and self._is_crossed(keys)]

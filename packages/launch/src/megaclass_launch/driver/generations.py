@@ -128,26 +128,28 @@ def dismiss_agent(job: JobState, agent: AgentPipe) -> None:
 
 def _start_new(job: JobState, now: float) -> None:
     """Starts workers in the free slots of usable hosts."""
-    # The first workers start together, once every host has answered: they form one generation, not one per host.
-    is_first = job.current is None
-    if is_first and (job.ranks.alive or job.is_any_starting()):
+    # The first workers start together, once every host has answered: they form one generation, not one per host. Further
+    # ones only replace those that were lost since, if the others are too few.
+    is_first, staying = job.current is None, job.ranks.staying()
+    if is_first and (len(staying) >= job.options.min_ranks or job.is_any_starting()):
         return
     free = _free_slots(job, now)
-    num_wanted = job.options.num_processes or job.options.min_ranks
-    if is_first and not is_enough(job, len(free), num_wanted, now):
+    num_wanted = job.options.min_ranks if staying else job.options.num_processes or job.options.min_ranks
+    if is_first and not is_enough(job, len(staying) + len(free), num_wanted, now):
         return
     if not free:
         return
     new = [job.ranks.add(host, slot, now) for host, slot in free]
     # A guess, as if the next generation had exactly these members. The worker needs values before its rendezvous, for
     # its output and for programs that read the environment when they are imported; the rendezvous replaces them.
-    worlds = worlds_by_worker(in_rank_order([*job.ranks.members(), *new], list(job.hosts.listed)))
+    guessed = in_rank_order([*(staying if is_first else job.ranks.members()), *new], list(job.hosts.listed))
+    worlds = worlds_by_worker(guessed)
     for worker in new:
         worker.shown_rank = worlds[worker.number].rank
     if job.current is not None:
         generation: Generation | None = job.current.facts
     else:
-        generation = new_generation(job, 1, [w.host for w in in_rank_order(new, list(job.hosts.listed))])
+        generation = new_generation(job, 1, [worker.host for worker in guessed])
         job.printed_at = now
     assert generation is not None, "an agent that has said hello has named its ports"
     max_ranks = job.options.max_processes or 0
@@ -184,7 +186,7 @@ def is_enough(job: JobState, num_ranks: int, num_needed: int, now: float) -> boo
     if not job.hosts.listed or job.is_any_starting():
         return False
     limit = f"{job.options.elastic_timeout_s:g} s (--elastic-timeout)"
-    flag = "-np" if job.current is None and job.options.num_processes else "--min-np"
+    flag = "-np" if job.current is None and num_needed == job.options.num_processes else "--min-np"
     if not job.has_told_shortage:
         job.has_told_shortage = True
         job.messages.say(
@@ -224,11 +226,14 @@ def _form(job: JobState, now: float) -> None:
 
 def _form_first(job: JobState, now: float) -> None:
     workers = job.ranks.staying()
-    # All of them, so the job does not begin with a change: a rank that is left out now could only join through the
-    # next generation.
-    if workers and all(worker.is_ready for worker in workers):
-        _publish(job, workers, now)
-    elif not workers and job.first_failure is not None:
+    if workers:
+        # All of them, so the job does not begin with a change: a rank that is left out now could only join through the
+        # next generation. Some may have been lost since the start.
+        are_ready = all(worker.is_ready for worker in workers)
+        if are_ready and is_enough(job, len(workers), job.options.min_ranks, now):
+            _publish(job, workers, now)
+    elif job.first_failure is not None and not any(job.hosts.is_usable(name, now) for name in job.hosts.listed):
+        # Otherwise a host is being connected to, or there are too few slots yet (is_enough).
         end_after_failure(job)
 
 

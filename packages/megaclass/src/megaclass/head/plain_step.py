@@ -173,7 +173,7 @@ class PlainStep:
             if opened is not None:
                 # Unless begin_step() was not given this label: a fault, because its class may take no part.
                 is_found_N = torch.searchsorted(classes_S, slots_N, right=True) > places_N
-                overflowed = overflowed + (is_here_N & ~is_found_N).any()
+                overflowed = torch.maximum(overflowed, (is_here_N & ~is_found_N).any().to(overflowed.dtype))
                 is_here_N &= is_found_N
             slots_N = torch.where(is_here_N, places_N, -1)
         problem = self._new_problem(draw, images, slots_N, margin, for_backward)

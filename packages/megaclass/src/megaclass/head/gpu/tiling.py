@@ -26,7 +26,8 @@ class Tiles:
     programs_per_sm: int = 1
     flatten: bool = False
     parts: int = 1
-    """A tile is stored in so many parts, with sub-centres 1: halves take less shared memory, on some GPUs fewer registers."""
+    """Number of parts in which a tile is stored; 1 with sub-centres. Halves take less shared memory, and on some GPUs fewer
+    registers."""
 
 
 # By compute capability: the first row that the device reaches. Shared memory a block may use: 227, 99, 163 KiB.
