@@ -158,6 +158,12 @@ def test_names_of_a_batch_system_that_are_too_long_never_reach_ssh(tmp_path):
     assert "which is not a host name" in refusal(hosts_from_batch_system, {"PBS_NODEFILE": str(file)})
 
 
+def test_a_damaged_range_of_nodes_is_refused_before_it_fills_the_memory():
+    assert "Cannot read '1-222222222' in" in refusal(
+        hosts_from_batch_system, {"SLURM_JOB_NODELIST": "gpu[01-09],rack[1-222222222]-[4,5]"}
+    )
+
+
 def test_a_port_that_the_kernel_cannot_give_is_not_called_port_0(monkeypatch):
     def fail(port):
         raise OSError(errno.EADDRINUSE, "Address already in use")

@@ -28,6 +28,8 @@ TORCHRUN_VARIABLES = (
 )
 """All variables by which torchrun tells a rank its place."""
 NO_STARTER = "none"
+_MAX_SLURM_RANGE = 100_000
+"""The largest clusters have about 10,000 hosts. A damaged list must not fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +268,7 @@ def _numbers(text: str, node_list: str) -> list[str]:
     numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MAX_SLURM_RANGE):
             raise LaunchError(
                 f"Cannot read {part!r} in Slurm's node list {clipped(node_list)}: expected for example gpu[07-09,12]."
             )

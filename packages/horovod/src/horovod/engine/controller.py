@@ -1,8 +1,8 @@
 """The controller of one process: it agrees with the other ranks on operations, and has them run.
 
     any thread           submit(operation) appends it to the queue; wait(operation) waits until it is done
-    the engine thread    announces the queue to rank 0 (at once if a thread waits, else after the cycle time), receives
-                         responses, runs them in the order received, and wakes the threads that wait for them
+    the engine thread    announces the queue to rank 0 (at once if a thread waits, else after five cycle times),
+                         receives responses, runs them in the order received, and wakes the threads that wait for them
     on rank 0            it also serves the announcements of all ranks (rank0.py)
 
 All ranks receive the same responses in the same order, so each rank meets the others in each operation. The engine thread
