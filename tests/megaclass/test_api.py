@@ -161,6 +161,12 @@ def test_what_is_continued_is_the_folder_that_is_named_with_the_data_that_is_nam
     assert (config.data.path, config.train.run_dir) == ("gone/photos", "runs/photos")
     config = load_config(*resolve_recipe("runs/photos", ["data.path=new", "train.run_dir=other"], mode))
     assert (config.data.path, config.train.run_dir) == ("new", "other")
+    # Data and run in the home folder, from a shell that leaves the ~ as it is.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = ["data.path=~/disk/photos", "train.run_dir=~/runs/photos"]
+    config = load_config(*resolve_recipe(None, given, mode))
+    assert (config.data.path, config.train.epochs) == (str(tmp_path / "disk/photos"), 7.0)
+    assert load_config(*resolve_recipe(None, given, StartMode())).train.epochs != 7.0
 
 
 def test_the_optimizer_of_the_centres_stays_that_of_the_run_unless_it_is_chosen(tmp_path):

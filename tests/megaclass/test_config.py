@@ -76,6 +76,7 @@ def test_a_path_in_the_home_folder_is_there_and_not_in_a_folder_called_tilde(rec
         "/home/anna/runs/first",
         "~",
     )
+    assert load_config(recipe(), ["train.evaluate_sets=~/a,b"]).train.evaluate_sets == ("/home/anna/a", "b")
 
 
 def test_quotes_around_text_are_those_of_toml(recipe):

@@ -164,13 +164,22 @@ def _override(name: str, value: object) -> Iterator[str]:
         yield f"{name}={_toml_value(str(value) if isinstance(value, Path) else value)}"
 
 
+def _from_home(value: Any) -> Any:
+    """Returns paths that start with ~/ with the home folder: a shell leaves the ~ in data.path=~/photos as it is."""
+    if isinstance(value, tuple):
+        return tuple(_from_home(one) for one in value)
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+
+
 def value_given(overrides: Sequence[str], section: str, key: str) -> str:
     """Returns the text that these `section.key=value` give a setting; empty if they do not set it."""
     values: dict[str, Any] = {}
     for override in overrides:
         _apply(values, override)
     given = values.get(section, {}).get(key)
-    return "" if given is None else given.value if isinstance(given.value, str) else str(given.text)
+    if given is None:
+        return ""
+    return str(_from_home(given.value if isinstance(given.value, str) else given.text))
 
 
 def _is_removed(name: str, given: Any, where: str) -> bool:
@@ -229,9 +238,7 @@ def _convert(given: Any, hint: Any, name: str, where: str) -> Any:
             value = given.value if isinstance(given, _Argument) else given
         fits, converted = _fit(value, choice)
         if fits:
-            # A shell leaves the ~ in data.path=~/photos as it is.
-            is_in_home = isinstance(converted, str) and converted.startswith("~/")
-            return str(Path(converted).expanduser()) if is_in_home else converted
+            return _from_home(converted)
     shown = given.text if isinstance(given, _Argument) else given
     literals = [str(option) for choice in choices for option in typing.get_args(choice) if isinstance(option, str)]
     # By its letters "gpu" is closest to "cpu".

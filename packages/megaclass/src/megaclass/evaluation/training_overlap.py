@@ -74,12 +74,12 @@ def training_data_line(numbers: Mapping[str, Any]) -> str:
             f"compared), so this does not measure identities that were not trained on. Hold some out first: megaclass data "
             f"split."
         )
-    none = f"one of its {said['images']:,} images is among {looked_at}"
+    of_its_images = f"of its {said['images']:,} images is among {looked_at}"
     if said["is_held_out"]:
-        return f"Its identities were held out of training; n{none}."
+        return f"Its identities were held out of training; none {of_its_images}."
     return (
-        f"N{none}; other images of the same people may be in the training data: `megaclass data clean RUN --tests SET` "
-        f"looks for them."
+        f"None {of_its_images}; other images of the same people may be in the training data: `megaclass data clean RUN "
+        f"--tests SET` looks for them."
     )
 
 

@@ -144,7 +144,7 @@ class PlaceCentres(Work):
             with self.observer.paused("class means"):
                 have_moved = place_centres(self.run, self.model)
             if have_moved:
-                # Those of an evaluation before belong to other centres.
+                # The results of this step's evaluation are those of the earlier centres.
                 at.results = None
 
 

@@ -218,8 +218,8 @@ def _run_worker(
         watched.append(os.pidfd_open(rank))
     except ProcessLookupError:
         os._exit(0)
-    except OSError:
-        pass  # Kernels before 5.3 and some containers do not have it.
+    except (OSError, AttributeError):
+        pass  # Kernels before 5.3, some containers, and a Python that was built for such a kernel do not have it.
     connection.wait(watched)
     # Without waiting for a thread that may be inside a decoder.
     os._exit(0)

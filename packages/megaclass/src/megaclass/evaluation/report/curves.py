@@ -66,6 +66,20 @@ def cosine_range(head: HeadConfig, num_classes: int | None) -> HealthyRange:
     )
 
 
+def loss_without_knowledge(head: HeadConfig, num_classes: int | None) -> float | None:
+    """Returns the loss of a network for which every cosine is 0, so it tells no class from another; None if it is not known.
+
+    It counts all classes: with sampled negatives the loss of such a network is lower.
+    """
+    # Other margins differ from image to image, or change the other classes as well.
+    is_known = head.margin in ("softmax", "arcface", "cosface", "combined") and head.loss in (None, "softmax")
+    if not is_known or head.max_labels > 1 or num_classes is None:
+        return None
+    m1, m2, m3 = _margin_of(head)
+    own = head.scale * (math.cos(min(m1 * math.pi / 2 + m2, math.pi)) - m3)
+    return float(np.logaddexp(0.0, math.log(max(2, num_classes) - 1) - own))
+
+
 def gradient_range(norms: Sequence[float]) -> HealthyRange | None:
     """Returns the range of a factor of ten around the median without the first tenth; None for too few values."""
     later = [norm for norm in norms[len(norms) // 10 :] if math.isfinite(norm) and norm > 0]

@@ -19,7 +19,7 @@ from megaclass.errors import DataError
 from megaclass.evaluation.centres import CentreHealth, centre_health, read_run_centres
 from megaclass.evaluation.examples import Examples
 from megaclass.evaluation.protocol import SetResult
-from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range, passed_s
+from megaclass.evaluation.report.curves import HealthyRange, Rows, cosine_range, loss_without_knowledge, passed_s
 from megaclass.evaluation.report.ranks import RankRow, rank_rows
 from megaclass.evaluation.results import NUMBERS_FILE, read_arrays, read_results
 from megaclass.evaluation.training_images import read_training_images
@@ -50,6 +50,8 @@ class ModelReport:
     """Rows of events.jsonl."""
     cosines: HealthyRange | None = None
     """Healthy range of the target cosine, by the settings."""
+    loss_without_knowledge: float | None = None
+    """Loss of a network that tells no class from another, by the settings; None if it is not known."""
     profiles: Sequence[Path] = ()
     """Traces and memory snapshots of train.profile."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -142,7 +144,8 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
     path = run / "config.toml"
     config_text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     config = _config_of(config_text)
-    num_classes = summary.get("num_classes")
+    stated = summary.get("num_classes")
+    num_classes = stated if isinstance(stated, int) else None
     # The values that can be drawn as curves.
     metrics = [{key: value for key, value in row.items() if value is None or is_number(value)} for row in rows]
     events = read_events(run)[0]
@@ -155,7 +158,8 @@ def _read_run(run: Path, name: str, centres: CentreHealth | None) -> ModelReport
         profiles=sorted((run / "profile").glob("rank-*")),
         facts=_facts(summary, metrics, events),
         config_text=config_text,
-        cosines=cosine_range(config.head, num_classes if isinstance(num_classes, int) else None) if config else None,
+        cosines=cosine_range(config.head, num_classes) if config else None,
+        loss_without_knowledge=loss_without_knowledge(config.head, num_classes) if config else None,
         centres=centres,
         training_images=_training_images(run),
         sample_faces=read_faces(run),

@@ -91,7 +91,7 @@ class RunFolder:
         return f"continue it with --resume (from step {steps[-1]}{typed}), replace it with --overwrite"
 
     def clear(self, but: Sequence[str] = ()) -> None:
-        """Removes the files of a run and those derived from it, `but` those of these names, and nothing else."""
+        """Removes the files of a run and those derived from it, and nothing else. but: names that are kept."""
         names = {*_OWN_NAMES, *_DERIVED_NAMES} - {self.checkpoints.name, *but}
         for target in (*written_by_runs(self.checkpoints), *(self.path / name for name in names)):
             if target.is_dir() and not target.is_symlink():
