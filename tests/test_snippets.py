@@ -37,6 +37,7 @@ NOT_RUN = {
     r"/data/birds": "Parquet files; tests/megaclass/data/test_parquet.py writes some",
     r"backbone\.name=timm/": "downloads weights; tests/megaclass/backbones/test_timm_network.py has some in a file",
     r"train\.shard_backbone": "a ViT-H on eight ranks; tests/megaclass/training/test_sharded.py splits a small one",
+    r"own-pretrained": "downloads weights; tests/megaclass/training/test_own_recipes.py trains it without",
     r"distil\.teacher=": "a second trained model; tests/megaclass/training/test_distil.py has one",
     r"--detector": "a face detector of the user; tests/megaclass/face_detectors.py makes some",
     r"^megaclass push": "publishes; tests/megaclass/evaluation/test_trained_models.py pushes to a small hub of its own",
