@@ -195,10 +195,16 @@ def run_commands_and_blocks(blocks: list[Snippet]) -> None:
     run_blocks(blocks)
 
 
+# Variables of a script live until its process ends. Freed earlier, a DistributedDataParallel joins gloo's threads while it
+# holds the interpreter, for which one of them may wait (megaclass_launch/ranks/gloo_exit.py).
+VARIABLES: list[dict[str, object]] = []
+
+
 def run_blocks(blocks: list[Snippet]) -> None:
     for block in blocks:
         code = compile(block.text.replace('"anna"', '"person0"'), block.place, "exec")
-        exec(code, {"__name__": "__main__"})
+        VARIABLES.append({"__name__": "__main__"})
+        exec(code, VARIABLES[-1])
         if os.environ.get("RANK", "0") == "0":
             print(f"ran {block.place}")
 
