@@ -8,6 +8,7 @@ fails later, the run continues without it.
 
 import logging
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -208,6 +209,8 @@ def numbers_of(row: Mapping[str, object]) -> dict[str, float]:
 
 Sink = Callable[[Mapping[str, Any]], None]
 _logger = logging.getLogger("megaclass.training")
+# Before each attempt to write the rows that are left at the end.
+_LAST_PAUSES_S = (0.0, 1.0, 4.0)
 
 
 @contextmanager
@@ -270,9 +273,11 @@ def _metrics_file(run: RunFolder) -> Iterator[Sink]:
     try:
         yield send
     finally:
-        # One more attempt at the end: the disk may have room by now.
-        if waiting:
-            last = waiting.pop()
-            send(last)
+        # The disk may have room by now, or soon: the last checkpoint is repeated as well.
+        for pause_s in _LAST_PAUSES_S:
+            if waiting:
+                time.sleep(pause_s)
+                last = waiting.pop()
+                send(last)
         if waiting:
             _logger.warning(f"the last {len(waiting)} rows of metrics could not be written.")
