@@ -196,23 +196,29 @@ def test_a_server_that_stays_broken_is_named_and_what_came_is_kept(serve, tmp_pa
     assert not any(wanted == "bytes=0-999" for _, wanted in server.asked), "the first range was fetched before"
 
 
+def killed_download(address: str, answered: list) -> list[str]:
+    """Downloads in ranges of 1,000 bytes in a process that is killed after ten requests; returns its command."""
+    code = (
+        "import sys; from megaclass.data.sources import remote; remote._RANGE_BYTES = 1000\n"
+        "print(remote.fetch(sys.argv[1]), flush=True)"
+    )
+    command = [sys.executable, "-c", code, address]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    for _ in range(2000):
+        if len(answered) < 10:
+            threading.Event().wait(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    return command
+
+
 @pytest.mark.ranks
 def test_a_killed_download_continues_in_the_next_process(serve, tmp_path):
     server = serve()
     content = np.random.default_rng(0).bytes(40_000)
     (tmp_path / "served/shard.tar").write_bytes(content)
     server.seconds_per_range = 0.1
-    code = (
-        "import sys; from megaclass.data.sources import remote; remote._RANGE_BYTES = 1000\n"
-        "print(remote.fetch(sys.argv[1]), flush=True)"
-    )
-    command = [sys.executable, "-c", code, f"{server.address}/shard.tar"]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    for _ in range(2000):
-        if len(server.asked) < 10:
-            threading.Event().wait(0.05)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    command = killed_download(f"{server.address}/shard.tar", server.asked)
     assert len(server.asked) >= 10
     server.seconds_per_range = 0
     before = {wanted for _, wanted in server.asked[:-2]} - {"bytes=1-1", None}

@@ -8,16 +8,14 @@ import contextlib
 import hashlib
 import http.server
 import json
-import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
-from tests.megaclass.data.test_remote import contents, draw
+from tests.megaclass.data.test_remote import contents, draw, killed_download
 
 from megaclass.data.sources import remote
 from megaclass.data.sources.open_source import format_of, open_source
@@ -129,17 +127,7 @@ def test_a_killed_download_from_a_bucket_continues_in_the_next_process(bucket, t
     content = np.random.default_rng(0).bytes(40_000)
     bucket.files.pipe("megaclass-test/shard.tar", content)
     bucket.seconds_per_range = 0.1
-    code = (
-        "import sys; from megaclass.data.sources import remote; remote._RANGE_BYTES = 1000\n"
-        "print(remote.fetch(sys.argv[1]), flush=True)"
-    )
-    command = [sys.executable, "-c", code, "s3://megaclass-test/shard.tar"]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    for _ in range(2000):
-        if len(bucket.ranges) < 10:
-            threading.Event().wait(0.05)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    command = killed_download("s3://megaclass-test/shard.tar", bucket.ranges)
     assert len(bucket.ranges) >= 10
     before, bucket.seconds_per_range = set(bucket.ranges[:-2]), 0.0
     bucket.ranges.clear()
